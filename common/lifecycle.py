@@ -1,0 +1,31 @@
+"""How a process ends: by signal, in order, or with the launcher that started it."""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+
+
+def exit_with_parent() -> None:
+    """Ends this process as soon as standard input closes.
+
+    The launcher holds the other end and never writes. The kernel closes it however the launcher ends, so
+    that no child outlives it; there is nobody left to drain for.
+    """
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
+
+
+def stop_event() -> asyncio.Event:
+    """An event of the running loop that SIGTERM or SIGINT sets."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, event.set)
+    return event

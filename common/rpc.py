@@ -1,0 +1,103 @@
+"""gRPC settings that every process shares: limits, binding, health and reflection."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
+
+SERVER_OPTIONS: Final[list[tuple[str, Any]]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Else a second server binds the same port without a word, and gets half of the calls.
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+]
+
+CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Processes of one machine must not share a broken connection through the global pool.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+class AddressError(ValueError):
+    """An address can't be parsed or bound."""
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """Splits `host:port` or `[v6]:port`.
+
+    Raises:
+        AddressError: there is no port, or it isn't from 0 to 65535.
+    """
+    host, separator, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise AddressError(f"{address!r} is not HOST:PORT with a port from 0 to 65535")
+    return host, int(port)
+
+
+def check_address(address: str) -> None:
+    """Checks `HOST:PORT` or `unix:PATH`, as gRPC takes them.
+
+    Raises:
+        AddressError: it is neither.
+    """
+    if not address.startswith("unix:"):
+        split_host_port(address)
+    elif len(address.removeprefix("unix:").encode()) > 100:
+        raise AddressError(f"{address!r}: a Unix socket's path is at most 100 bytes long")
+
+
+def bind(server: grpc.Server | grpc.aio.Server, address: str) -> int:
+    """Binds a server without TLS; returns the port (1 for a Unix socket).
+
+    Raises:
+        AddressError: the address is malformed or taken.
+    """
+    check_address(address)
+    try:
+        return int(server.add_insecure_port(address))
+    except RuntimeError as error:
+        raise AddressError(
+            f"{address}: can't be bound; it is in use or not an address of this host"
+        ) from error
+
+
+def add_health(server: grpc.Server) -> health.HealthServicer:
+    """Adds the standard health service to a threaded server."""
+    servicer = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    return servicer
+
+
+def add_health_aio(server: grpc.aio.Server) -> Any:
+    """Adds the standard health service to an asyncio server."""
+    servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    return servicer
+
+
+def add_reflection(server: grpc.Server | grpc.aio.Server, services: Sequence[str]) -> None:
+    """Adds the standard reflection service, which names `services`, health and itself."""
+    names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+
+
+def health_status(serving: bool) -> Any:
+    """SERVING or NOT_SERVING."""
+    response = health_pb2.HealthCheckResponse
+    return response.SERVING if serving else response.NOT_SERVING

@@ -1,0 +1,53 @@
+"""What a scheduler process is told at start."""
+
+from dataclasses import dataclass
+
+from common.config import option
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Owns every block table of one replica and decides who runs."""
+
+    shard_addresses: tuple[str, ...] = option("Shards of this replica by rank, HOST:PORT or unix:PATH")
+    listen_address: str = option("Where routers connect, HOST:PORT or unix:PATH", default="127.0.0.1:50052")
+    metrics_address: str = option("Where /metrics and the probes are served", default="127.0.0.1:9102")
+    block_size: int = option(
+        "Tokens in a block of K and V", default=16, unit="tokens", minimum=1, maximum=1024
+    )
+    num_gpu_blocks_override: int | None = option(
+        "Blocks in the device pool; by default as many as fit in memory",
+        default=None,
+        unit="blocks",
+        minimum=1,
+    )
+    max_model_len: int | None = option(
+        "Prompt and output tokens of one request; by default what the model was made for",
+        default=None,
+        unit="tokens",
+        minimum=2,
+    )
+    max_num_seqs: int | None = option(
+        "Sequences that run at once; by default 64 on a CPU and 256 on a GPU",
+        default=None,
+        unit="sequences",
+        minimum=1,
+        maximum=65536,
+    )
+    max_num_batched_tokens: int | None = option(
+        "Tokens of one step, at least max_num_seqs + block_size; by default 256 on a CPU and 4096 on a GPU",
+        default=None,
+        unit="tokens",
+        minimum=2,
+    )
+    max_waiting_requests: int = option(
+        "Requests that may wait; more are refused", default=1024, unit="requests", minimum=0
+    )
+    step_timeout: float = option(
+        "A step that takes longer counts as a failure of the shard", default=120.0, unit="seconds", minimum=1
+    )
+    shutdown_grace: float = option(
+        "How long running requests may go on after SIGTERM", default=30.0, unit="seconds", minimum=0
+    )
+    log_level: str = option("Log level", default="info", choices=("debug", "info", "warning", "error"))
+    exit_with_parent: bool = option("Exit when standard input closes", default=False)

@@ -1,0 +1,354 @@
+"""The loop: receive, plan, send, take the last result. Up to two steps are in flight."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+import grpc
+
+from common.probes import Probes
+from common.version import PROTOCOL_VERSION
+from pagoda.scheduler.v1.scheduler_pb2 import Abort, Load, RequestKey, SequenceOutput, Submit
+from pagoda.shard.v1.shard_pb2 import ConfigureRequest, DescribeResponse, ExecuteResponse
+from pagoda.v1.inference_pb2 import FinishReason
+from scheduler import metrics
+from scheduler.admission import RefusedError, make_request, seconds, submit_key
+from scheduler.config import SchedulerConfig
+from scheduler.outbox import Outbox
+from scheduler.request import Request
+from scheduler.scheduler import Limits, Scheduler, StepPlan, TokenOutput, blame
+from scheduler.shard_client import ShardClient, ShardError, StepStream
+
+log = logging.getLogger(__name__)
+
+STEPS_IN_FLIGHT: Final = 2
+RETRY_DELAY_S: Final = 0.1
+
+
+class FatalError(Exception):
+    """The scheduler can't go on as it is configured; the message is for the operator."""
+
+
+@dataclass
+class _Epoch:
+    """One step stream and what is in flight on it."""
+
+    number: int
+    stream: StepStream
+    step: int = 0
+    in_flight: deque[tuple[StepPlan, float]] = field(default_factory=deque)
+    results: deque[ExecuteResponse] = field(default_factory=deque)
+    failure: BaseException | None = None
+
+
+class Engine:
+    """Owns the scheduler and its shard. All methods run on one event loop."""
+
+    def __init__(self, config: SchedulerConfig, shard: ShardClient, probes: Probes) -> None:
+        self.config = config
+        self.scheduler: Scheduler | None = None
+        self.description = DescribeResponse()
+        self.ready = asyncio.Event()
+        self._shard = shard
+        self._probes = probes
+        self._requests: dict[tuple[Outbox, tuple[str, int]], Request] = {}
+        self._deadlines: dict[Request, asyncio.TimerHandle] = {}
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._submitted = 0
+        self._draining = False
+
+    # What routers ask for.
+
+    def submit(self, outbox: Outbox, submit: Submit) -> None:
+        """Queues a request; says through the outbox whether it was accepted."""
+        try:
+            request = self._make_request(outbox, submit)
+        except RefusedError as refused:
+            metrics.REFUSED.labels(refused.code.name).inc()
+            outbox.refuse(refused.to_proto(submit))
+            return
+        outbox.accept(submit.key)
+        if request.finished:
+            return
+        self._requests[outbox, request.key] = request
+        self._idle.clear()
+        assert self.scheduler  # noqa: S101
+        self.scheduler.add(request)
+        if submit.HasField("deadline_remaining"):
+            delay = seconds(submit.deadline_remaining)
+            self._deadlines[request] = asyncio.get_running_loop().call_later(delay, self._expire, request)
+        self._wake.set()
+
+    def _make_request(self, outbox: Outbox, submit: Submit) -> Request:
+        scheduler, retry_delay = self.scheduler, 1.0
+        if not scheduler or self._draining:
+            reason = "the replica is draining" if self._draining else "the replica is starting"
+            raise RefusedError(grpc.StatusCode.UNAVAILABLE, reason, retry_delay_s=retry_delay)
+        if (outbox, submit_key(submit)) in self._requests:
+            raise RefusedError(
+                grpc.StatusCode.ALREADY_EXISTS, f"request {submit_key(submit)} is here already"
+            )
+        limit = self.config.max_waiting_requests
+        if len(scheduler.waiting) >= max(limit, 1) and not submit.prior_outputs:
+            message = f"{len(scheduler.waiting)} requests wait already; the limit is {limit}"
+            raise RefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, retry_delay_s=retry_delay)
+        self._submitted += 1
+        rank = (time.monotonic() - seconds(submit.age), self._submitted)
+        return make_request(submit, outbox, scheduler.limits, self.description.model_revision, rank)
+
+    def abort(self, outbox: Outbox, abort: Abort) -> None:
+        """Ends a request; its blocks are free when this returns. Unknown ones have ended by themselves."""
+        if request := self._requests.get((outbox, (abort.key.request_id, abort.key.attempt))):
+            for sequence in request.sequences:
+                if not abort.HasField("output_index") or abort.output_index == sequence.output_index:
+                    self._end_sequence(request, sequence.output_index, "abort")
+
+    def detach(self, outbox: Outbox) -> None:
+        """The router is gone: so are its requests."""
+        for owner, key in list(self._requests):
+            if owner is outbox:
+                request_id, attempt = key
+                self.abort(outbox, Abort(key=RequestKey(request_id=request_id, attempt=attempt)))
+
+    def _end_sequence(self, request: Request, output_index: int, reason: str) -> None:
+        assert self.scheduler  # noqa: S101
+        self.scheduler.finish(request.sequences[output_index])
+        metrics.FINISHED.labels(reason).inc()
+        self._forget_if_finished(request)
+        self._wake.set()
+
+    def _fail(self, request: Request, refused: RefusedError) -> None:
+        request.outbox.refuse(refused.to_proto(request.submit))
+        for sequence in request.sequences:
+            self._end_sequence(request, sequence.output_index, "error")
+
+    def _expire(self, request: Request) -> None:
+        self._fail(request, RefusedError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed"))
+
+    def _forget_if_finished(self, request: Request) -> None:
+        if not request.finished:
+            return
+        self._requests.pop((request.outbox, request.key), None)
+        if timer := self._deadlines.pop(request, None):
+            timer.cancel()
+        if not self._requests:
+            self._idle.set()
+
+    # The loop.
+
+    async def run(self) -> None:
+        """Serves until cancelled. A lost shard costs a recompute, never a request.
+
+        Raises:
+            FatalError: the shard and the configuration don't fit together.
+        """
+        while True:
+            epoch = await self._start_epoch()
+            try:
+                await self._serve(epoch)
+            except ShardError as error:
+                log.error("shard lost: %s; %d requests wait for it", error, len(self._requests))
+                self._recover(epoch)
+                await asyncio.sleep(RETRY_DELAY_S)
+            finally:
+                self._probes.ready = False
+                await epoch.stream.close()
+
+    async def _start_epoch(self) -> _Epoch:
+        delay, reason = RETRY_DELAY_S, ""
+        while True:
+            self._probes.tick()
+            try:
+                description = await self._shard.describe()
+                limits = self._resolve(description)
+                number = description.epoch + 1
+                await self._shard.configure(
+                    ConfigureRequest(
+                        protocol_version=PROTOCOL_VERSION,
+                        epoch=number,
+                        num_blocks=limits.num_blocks,
+                        block_size=limits.block_size,
+                        max_num_seqs=limits.max_num_seqs,
+                        max_num_batched_tokens=limits.max_num_batched_tokens,
+                        max_model_len=limits.max_model_len,
+                    )
+                )
+            except ShardError as error:
+                if str(error) != reason:
+                    reason = str(error)
+                    log.info("waiting for the shard at %s: %s", self.config.shard_addresses[0], reason)
+                await asyncio.sleep(delay)
+                delay = min(delay * 1.5, 1.0)
+                continue
+            self._adopt(description, limits)
+            log.info("epoch %d: %d blocks of %d tokens", number, limits.num_blocks, limits.block_size)
+            return _Epoch(number, self._shard.execute())
+
+    def _adopt(self, description: DescribeResponse, limits: Limits) -> None:
+        if self.scheduler and (description.model_revision, limits) != (
+            self.description.model_revision,
+            self.scheduler.limits,
+        ):
+            raise FatalError("the shard came back with another model or size; restart the scheduler")
+        self.description = description
+        self.scheduler = self.scheduler or Scheduler(limits)
+        self.ready.set()
+        self._probes.started = self._probes.ready = True
+
+    def _resolve(self, shard: DescribeResponse) -> Limits:
+        config = self.config
+        if shard.protocol_version != PROTOCOL_VERSION:
+            message = f"the shard speaks protocol {shard.protocol_version}, the scheduler {PROTOCOL_VERSION}"
+            raise FatalError(f"{message}; run the same version of both")
+        if self.scheduler and config.num_gpu_blocks_override is None:
+            fits = self.scheduler.limits.num_blocks
+        else:
+            fits = shard.kv_capacity_bytes // (shard.kv_bytes_per_token * config.block_size)
+        num_blocks = config.num_gpu_blocks_override or fits
+        if not num_blocks:
+            raise FatalError(
+                f"no block fits: one takes {shard.kv_bytes_per_token * config.block_size} bytes and the "
+                f"shard has {shard.kv_capacity_bytes} for them; give it a larger --kv-cache-memory-bytes"
+            )
+        if num_blocks > fits:
+            raise FatalError(
+                f"--num-gpu-blocks-override {num_blocks} is above the {fits} blocks that fit the shard's "
+                f"{shard.kv_capacity_bytes} bytes for them"
+            )
+        max_model_len = config.max_model_len or shard.max_model_len
+        if max_model_len > shard.max_model_len:
+            raise FatalError(
+                f"--max-model-len {max_model_len} is above the {shard.max_model_len} tokens of the model"
+            )
+        on_gpu = shard.device != "cpu"
+        max_num_seqs = config.max_num_seqs or (256 if on_gpu else 64)
+        budget = config.max_num_batched_tokens or max(
+            4096 if on_gpu else 256, max_num_seqs + config.block_size
+        )
+        if budget < max_num_seqs + config.block_size:
+            raise FatalError(
+                f"--max-num-batched-tokens {budget} must be at least --max-num-seqs {max_num_seqs} "
+                f"plus --block-size {config.block_size}"
+            )
+        return Limits(num_blocks, config.block_size, max_num_seqs, budget, max_model_len, shard.vocab_size)
+
+    async def _serve(self, epoch: _Epoch) -> None:
+        receiver = asyncio.create_task(self._receive(epoch))
+        try:
+            while True:
+                self._probes.tick()
+                self._wake.clear()
+                if epoch.failure:
+                    raise epoch.failure
+                while epoch.results:
+                    self._process(epoch, epoch.results.popleft())
+                while len(epoch.in_flight) < STEPS_IN_FLIGHT and await self._send_step(epoch):
+                    pass
+                await self._wait(epoch)
+        finally:
+            receiver.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ShardError):
+                await receiver
+
+    async def _receive(self, epoch: _Epoch) -> None:
+        try:
+            async for response in epoch.stream.results():
+                epoch.results.append(response)
+                self._wake.set()
+        except ShardError as error:
+            epoch.failure = error
+            self._wake.set()
+
+    async def _wait(self, epoch: _Epoch) -> None:
+        """Until there is something to do; at least once a second, to tick."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._wake.wait()
+        if not epoch.results and epoch.in_flight:
+            oldest_sent = epoch.in_flight[0][1]
+            if time.monotonic() - oldest_sent > self.config.step_timeout:
+                raise ShardError(f"a step took longer than {self.config.step_timeout:g} s")
+
+    async def _send_step(self, epoch: _Epoch) -> bool:
+        assert self.scheduler  # noqa: S101
+        started = time.perf_counter()
+        preempted = self.scheduler.num_preemptions
+        plan = self.scheduler.plan()
+        metrics.PREEMPTIONS.labels("recompute").inc(self.scheduler.num_preemptions - preempted)
+        if not plan:
+            return False
+        metrics.observe_plan(plan, time.perf_counter() - started)
+        plan.command.epoch, plan.command.step = epoch.number, epoch.step
+        epoch.step += 1
+        epoch.in_flight.append((plan, time.monotonic()))
+        await epoch.stream.send(plan.command)
+        return True
+
+    def _process(self, epoch: _Epoch, response: ExecuteResponse) -> None:
+        assert self.scheduler  # noqa: S101
+        if not epoch.in_flight:
+            raise ShardError(f"a result of step {response.step} that is not in flight")
+        plan, sent = epoch.in_flight[0]
+        expected = (plan.command.epoch, plan.command.step, len(plan.sampling))
+        if (response.epoch, response.step, len(response.sampled)) != expected:
+            raise ShardError(f"a result of (epoch, step, tokens) other than the expected {expected}")
+        epoch.in_flight.popleft()
+        metrics.STEP_SECONDS.observe(time.monotonic() - sent)
+        outputs = self.scheduler.process(plan, response)
+        load = self.load()
+        for output in outputs:
+            self._deliver(output, load)
+
+    def _deliver(self, output: TokenOutput, load: Load) -> None:
+        sequence, sampled = output.sequence, output.sampled
+        request = sequence.request
+        if sampled.invalid:
+            reason = "the model's logits were not finite; the weights or the dtype don't suit this prompt"
+            self._fail(request, RefusedError(grpc.StatusCode.INTERNAL, reason))
+            return
+        message = SequenceOutput(
+            key=request.submit.key,
+            output_index=sequence.output_index,
+            token_ids=[sampled.token_id],
+            finish_reason=output.finish_reason,
+        )
+        if sampled.HasField("logprobs"):
+            message.logprobs.append(sampled.logprobs)
+        request.outbox.add_output(message, load)
+        if output.finish_reason:
+            name = FinishReason.Name(output.finish_reason).removeprefix("FINISH_REASON_").lower()
+            metrics.FINISHED.labels(name).inc()
+            self._forget_if_finished(request)
+
+    def _recover(self, epoch: _Epoch) -> None:
+        assert self.scheduler  # noqa: S101
+        metrics.SHARD_LOSSES.inc()
+        self.scheduler.reset()
+        for request in blame([plan for plan, _ in epoch.in_flight]):
+            message = f"the step of this request failed {request.failed_steps} times, the last time alone"
+            self._fail(request, RefusedError(grpc.StatusCode.INTERNAL, message))
+
+    def load(self) -> Load:
+        """How busy this replica is."""
+        if not self.scheduler:
+            return Load()
+        return Load(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            outstanding_tokens=self.scheduler.outstanding_tokens,
+            free_blocks=self.scheduler.pool.num_free,
+            total_blocks=self.scheduler.limits.num_blocks,
+        )
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new requests and waits until the running ones ended, at most `grace_s` seconds."""
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()

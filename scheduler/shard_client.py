@@ -1,0 +1,117 @@
+"""The scheduler's end of a shard's contract."""
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Protocol
+
+import grpc
+
+from common.rpc import CHANNEL_OPTIONS
+from pagoda.shard.v1.shard_pb2 import (
+    ConfigureRequest,
+    ConfigureResponse,
+    DescribeRequest,
+    DescribeResponse,
+    ExecuteRequest,
+    ExecuteResponse,
+)
+from pagoda.shard.v1.shard_pb2_grpc import ShardServiceStub
+
+if TYPE_CHECKING:
+    from pagoda.shard.v1.shard_pb2_grpc import ShardServiceAsyncStub
+
+
+class ShardError(Exception):
+    """The shard is away or a step failed. Everything that it held is lost; requests rejoin by recompute."""
+
+
+class StepStream(Protocol):
+    """An open `Execute`: commands go in, and results come back in the same order."""
+
+    async def send(self, command: ExecuteRequest) -> None:
+        """Sends one command."""
+
+    def results(self) -> AsyncIterator[ExecuteResponse]:
+        """Yields results; raises ShardError when the stream breaks."""
+
+    async def close(self) -> None:
+        """Ends the stream; commands not yet executed are dropped."""
+
+
+class ShardClient(Protocol):
+    """One shard. Tests put one into this process behind the same methods."""
+
+    async def describe(self) -> DescribeResponse:
+        """What the shard holds; raises ShardError while it loads or is away."""
+
+    async def configure(self, request: ConfigureRequest) -> ConfigureResponse:
+        """Starts an epoch."""
+
+    def execute(self) -> StepStream:
+        """Opens the step stream of the configured epoch."""
+
+    async def close(self) -> None:
+        """Releases the connection."""
+
+
+class GrpcStepStream:
+    """`Execute` over gRPC."""
+
+    def __init__(self, stub: "ShardServiceAsyncStub") -> None:
+        # Called without an iterator, it takes commands through write().
+        self._call: grpc.aio.StreamStreamCall[ExecuteRequest, ExecuteResponse] = stub.Execute()  # type: ignore[call-arg]
+
+    async def send(self, command: ExecuteRequest) -> None:
+        """Sends one command; a broken stream shows in `results`."""
+        try:
+            await self._call.write(command)
+        except (grpc.RpcError, grpc.aio.UsageError) as error:
+            raise ShardError(f"the shard's step stream broke: {_describe(error)}") from error
+
+    async def results(self) -> AsyncIterator[ExecuteResponse]:
+        """Yields results in the order of the commands."""
+        try:
+            async for response in self._call:
+                yield response
+        except grpc.RpcError as error:
+            raise ShardError(f"the shard's step stream broke: {_describe(error)}") from error
+        raise ShardError("the shard closed the step stream")
+
+    async def close(self) -> None:
+        """Cancels the call."""
+        self._call.cancel()
+
+
+class GrpcShardClient:
+    """A shard at an address."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub: ShardServiceAsyncStub = ShardServiceStub(self._channel)
+
+    async def describe(self) -> DescribeResponse:
+        """What the shard holds."""
+        try:
+            return await self._stub.Describe(DescribeRequest(), timeout=5)
+        except grpc.RpcError as error:
+            raise ShardError(_describe(error)) from error
+
+    async def configure(self, request: ConfigureRequest) -> ConfigureResponse:
+        """Starts an epoch: allocates, warms up."""
+        try:
+            return await self._stub.Configure(request, timeout=600)
+        except grpc.RpcError as error:
+            raise ShardError(_describe(error)) from error
+
+    def execute(self) -> GrpcStepStream:
+        """Opens the step stream."""
+        return GrpcStepStream(self._stub)
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close(None)
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error)

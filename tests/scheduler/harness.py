@@ -1,0 +1,98 @@
+"""Requests and steps for tests of the scheduler without an engine."""
+
+from collections import deque
+from collections.abc import Sequence as Items
+
+from pagoda.scheduler.v1.scheduler_pb2 import RequestKey, Submit
+from pagoda.v1.inference_pb2 import FinishReason
+from pagoda.v1.sampling_pb2 import SamplingParams
+from scheduler.admission import make_request
+from scheduler.outbox import Outbox
+from scheduler.request import Request
+from scheduler.scheduler import Limits, Scheduler, StepPlan
+from tests.scheduler.fake_shard import VOCAB_SIZE, FakeShard
+
+
+def limits(
+    num_blocks: int = 16,
+    block_size: int = 4,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 16,
+    max_model_len: int = 256,
+) -> Limits:
+    return Limits(num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len, VOCAB_SIZE)
+
+
+def submit(
+    name: str, prompt: Items[int], max_tokens: int = 0, stop: Items[int] = (), seed: int = 0
+) -> Submit:
+    return Submit(
+        key=RequestKey(request_id=name, attempt=1),
+        prompt_token_ids=prompt,
+        max_tokens=max_tokens,
+        stop_token_ids=stop,
+        n=1,
+        sampling=SamplingParams(temperature=0, top_p=1, repetition_penalty=1, seed=seed),
+    )
+
+
+class Harness:
+    """A scheduler and a fake shard, with up to two steps in flight."""
+
+    def __init__(self, lim: Limits) -> None:
+        self.limits = lim
+        self.scheduler = Scheduler(lim)
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason.ValueType] = {}
+        self.in_flight: deque[StepPlan] = deque()
+        self.shard = self._new_shard()
+
+    def _new_shard(self) -> FakeShard:
+        lim = self.limits
+        return FakeShard(lim.num_blocks, lim.block_size, lim.max_num_seqs, lim.max_num_batched_tokens)
+
+    def add(self, message: Submit, arrival: float = 0.0) -> Request:
+        name = message.key.request_id
+        rank = (arrival, len(self.requests))
+        request = make_request(message, Outbox(), self.limits, "revision", rank)
+        self.requests[name] = request
+        self.outputs[name] = []
+        self.scheduler.add(request)
+        self.scheduler.check()
+        return request
+
+    def send(self) -> StepPlan | None:
+        plan = self.scheduler.plan()
+        self.scheduler.check()
+        if plan:
+            self.in_flight.append(plan)
+        return plan
+
+    def receive(self) -> None:
+        """The shard executes the oldest command, and its result comes back."""
+        plan = self.in_flight.popleft()
+        for output in self.scheduler.process(plan, self.shard.execute(plan.command)):
+            name = output.sequence.request.key[0]
+            self.outputs[name].append(output.sampled.token_id)
+            if output.finish_reason:
+                self.reasons[name] = output.finish_reason
+        self.scheduler.check()
+
+    def fail(self) -> None:
+        """The shard is lost with the steps in flight."""
+        self.in_flight.clear()
+        self.scheduler.reset()
+        self.shard = self._new_shard()
+        self.scheduler.check()
+
+    def run(self, max_steps: int = 3_000) -> int:
+        """Two steps in flight until all is done; returns the number of steps."""
+        steps = 0
+        while True:
+            while len(self.in_flight) < 2 and self.send():
+                steps += 1
+                assert steps < max_steps, "no end in sight"
+            if not self.in_flight:
+                return steps
+            self.receive()

@@ -1,0 +1,323 @@
+"""The engine on a fake shard: requests through outboxes, epochs, deadlines, drain."""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from common.probes import Probes
+from pagoda.scheduler.v1.scheduler_pb2 import Abort, RequestRefused
+from pagoda.v1.inference_pb2 import FINISH_REASON_LENGTH, BeamSearch, Constraint, FinishReason, PriorOutput
+from scheduler.config import SchedulerConfig
+from scheduler.engine import Engine, FatalError
+from scheduler.outbox import Outbox
+from tests.scheduler.fake_client import FakeShardClient, description
+from tests.scheduler.fake_shard import expected_output
+from tests.scheduler.harness import submit
+
+
+class Router:
+    """Reads an outbox as a router's stream would."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.outbox = Outbox()
+        self.accepted: list[str] = []
+        self.refused: dict[str, RequestRefused] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason.ValueType] = {}
+        self._changed = asyncio.Event()
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        while True:
+            for message in await self.outbox.take():
+                if message.HasField("accepted"):
+                    self.accepted.append(message.accepted.key.request_id)
+                elif message.HasField("refused"):
+                    self.refused[message.refused.key.request_id] = message.refused
+                for output in message.outputs.sequences:
+                    name = output.key.request_id
+                    assert name in self.accepted
+                    self.tokens.setdefault(name, []).extend(output.token_ids)
+                    if output.finish_reason:
+                        self.reasons[name] = output.finish_reason
+            self._changed.set()
+
+    async def until(self, done: Callable[[], Any]) -> None:
+        async with asyncio.timeout(10):
+            while not done():
+                self._changed.clear()
+                await self._changed.wait()
+
+    def close(self) -> None:
+        self._reader.cancel()
+
+
+def has_tokens(router: Router, name: str, count: int) -> bool:
+    return len(router.tokens.get(name, [])) >= count
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    client: FakeShardClient | None = None, **options: Any
+) -> AsyncIterator[tuple[Engine, FakeShardClient, Router]]:
+    """An engine that runs, and a router attached to it. At the end every block is free."""
+    client = client or FakeShardClient()
+    defaults = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    config = SchedulerConfig(shard_addresses=("fake",), **{**defaults, **options})
+    engine = Engine(config, client, Probes())
+    running = asyncio.create_task(engine.run())
+    router = Router(engine)
+    try:
+        await asyncio.wait(
+            {running, asyncio.create_task(engine.ready.wait())}, return_when=asyncio.FIRST_COMPLETED
+        )
+        if running.done():
+            await running
+        yield engine, client, router
+        assert engine.scheduler
+        engine.scheduler.check()
+        assert engine.scheduler.pool.num_used == 0, "blocks are left"
+    finally:
+        router.close()
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError, FatalError):
+            await running
+
+
+async def test_requests_are_accepted_and_their_tokens_come() -> None:
+    async with serving() as (engine, _, router):
+        for index in range(10):
+            engine.submit(router.outbox, submit(f"r{index}", [index] * (index + 1), 12))
+        await router.until(lambda: len(router.reasons) == 10)
+
+    for index in range(10):
+        assert router.tokens[f"r{index}"] == expected_output([index] * (index + 1), 12)
+        assert router.reasons[f"r{index}"] == FINISH_REASON_LENGTH
+
+
+async def test_two_steps_are_in_flight() -> None:
+    async with serving() as (engine, client, router):
+        client.may_answer.clear()
+        engine.submit(router.outbox, submit("a", [1, 2], 5))
+        await client.until_sent(2)
+        assert [command.step for command in client.commands] == [0, 1]
+        client.may_answer.set()
+        await router.until(lambda: router.reasons)
+    assert router.tokens["a"] == expected_output([1, 2], 5)
+
+
+async def test_abort_frees_blocks_before_the_next_step() -> None:
+    async with serving() as (engine, client, router):
+        client.may_answer.clear()
+        message = submit("a", [1] * 9, 50)
+        engine.submit(router.outbox, message)
+        await client.until_sent(2)
+        assert engine.scheduler
+        assert engine.scheduler.pool.num_used == 3
+
+        engine.abort(router.outbox, Abort(key=message.key))
+
+        assert engine.scheduler.pool.num_used == 0
+        client.may_answer.set()
+
+
+async def test_a_router_that_leaves_takes_its_requests_along() -> None:
+    async with serving() as (engine, _, router):
+        other = Outbox()
+        for index in range(6):
+            engine.submit(other, submit(f"gone{index}", [index], 100))
+        engine.submit(router.outbox, submit("stays", [7], 5))
+
+        engine.detach(other)
+
+        await router.until(lambda: router.reasons)
+    assert router.tokens["stays"] == expected_output([7], 5)
+
+
+async def test_a_deadline_ends_the_request() -> None:
+    async with serving() as (engine, client, router):
+        client.may_answer.clear()
+        message = submit("a", [1], 50)
+        message.deadline_remaining.CopyFrom(Duration(nanos=1_000_000))
+        engine.submit(router.outbox, message)
+        await router.until(lambda: router.refused)
+        client.may_answer.set()
+    assert router.refused["a"].code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+
+
+async def test_a_lost_shard_is_a_pause_without_a_lost_or_repeated_token() -> None:
+    async with serving() as (engine, client, router):
+        for index in range(3):
+            engine.submit(router.outbox, submit(f"r{index}", [index] * 3, 40))
+        for count in (5, 15, 25):
+            await router.until(functools.partial(has_tokens, router, "r2", count))
+            client.lose()
+        await router.until(lambda: len(router.reasons) == 3)
+    for index in range(3):
+        assert router.tokens[f"r{index}"] == expected_output([index] * 3, 40)
+    assert [request.epoch for request in client.configured] == [1, 2, 3, 4]
+
+
+async def test_a_request_that_kills_its_shard_each_time_fails_at_last() -> None:
+    async with serving() as (engine, client, router):
+        client.failing = True
+        engine.submit(router.outbox, submit("a", [1], 50))
+        await router.until(lambda: router.refused)
+        client.failing = False
+        engine.submit(router.outbox, submit("b", [1], 5))
+        await router.until(lambda: router.reasons)
+    assert router.refused["a"].code == grpc.StatusCode.INTERNAL.value[0]
+    assert "failed 4 times" in router.refused["a"].message
+    assert router.tokens["b"] == expected_output([1], 5)
+
+
+async def test_logits_that_are_not_finite_fail_that_request() -> None:
+    async with serving() as (engine, client, router):
+        client.invalid = True
+        engine.submit(router.outbox, submit("a", [1], 50))
+        await router.until(lambda: router.refused)
+        client.invalid = False
+        engine.submit(router.outbox, submit("b", [1], 5))
+        await router.until(lambda: router.reasons)
+    assert "not finite" in router.refused["a"].message
+    assert router.tokens["b"] == expected_output([1], 5)
+
+
+async def test_resumed_outputs_go_on_where_they_were() -> None:
+    whole = expected_output([4, 5], 12)
+    async with serving() as (engine, _, router):
+        message = submit("a", [4, 5], 12)
+        message.prior_outputs.append(PriorOutput(index=0, token_ids=whole[:7]))
+        engine.submit(router.outbox, message)
+        await router.until(lambda: router.reasons)
+    assert router.tokens["a"] == whole[7:]
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "text"),
+    [
+        ({"prompt_token_ids": []}, "INVALID_ARGUMENT", "no tokens"),
+        ({"prompt_token_ids": [1] * 256}, "INVALID_ARGUMENT", "max_model_len is 256"),
+        ({"prompt_token_ids": [1000]}, "INVALID_ARGUMENT", "token id 1000"),
+        ({"max_tokens": 255}, "INVALID_ARGUMENT", "at most 254"),
+        ({"model_revision": "other"}, "FAILED_PRECONDITION", "'other'"),
+        ({"n": 2}, "UNIMPLEMENTED", "spec.n"),
+        ({"beam_search": BeamSearch(beam_width=2)}, "UNIMPLEMENTED", "spec.beam_search"),
+        ({"constraint": Constraint(regex="a")}, "UNIMPLEMENTED", "spec.constraint"),
+        ({"adapter": "lora"}, "UNIMPLEMENTED", "spec.adapter"),
+        ({"prior_outputs": [PriorOutput(token_ids=[1] * 9)]}, "INVALID_ARGUMENT", "9 prior tokens"),
+    ],
+)
+async def test_what_can_not_be_served_is_refused_with_the_reason(
+    change: dict[str, Any], code: str, text: str
+) -> None:
+    async with serving() as (engine, _, router):
+        message = submit("a", [1, 2], 9)
+        for field, value in change.items():
+            message.ClearField(field)  # type: ignore[arg-type]
+            merged = type(message)(**{field: value})
+            message.MergeFrom(merged)
+        engine.submit(router.outbox, message)
+        await router.until(lambda: router.refused)
+    refused = router.refused["a"]
+    assert refused.code == grpc.StatusCode[code].value[0]
+    assert text in refused.message
+    assert not router.accepted
+
+
+async def test_what_the_whole_pool_can_not_hold_is_refused() -> None:
+    async with serving(num_gpu_blocks_override=3) as (engine, _, router):
+        engine.submit(router.outbox, submit("long prompt", [1] * 13, 1))
+        engine.submit(router.outbox, submit("long output", [1] * 4, 10))
+        engine.submit(router.outbox, submit("fits", [1] * 4, 9))
+        await router.until(lambda: router.reasons)
+    assert "holds 12" in router.refused["long prompt"].message
+    assert "at most 9" in router.refused["long output"].message
+    assert len(router.tokens["fits"]) == 9
+
+
+async def test_a_full_queue_refuses_with_a_hint_and_harms_nobody() -> None:
+    async with serving(max_waiting_requests=2, max_num_seqs=1) as (engine, client, router):
+        client.may_answer.clear()
+        engine.submit(router.outbox, submit("running", [1], 9))
+        await client.until_sent(1)
+        for index in range(4):
+            engine.submit(router.outbox, submit(f"r{index}", [index], 9))
+        resumed = submit("resumed", [1], 9)
+        resumed.prior_outputs.append(PriorOutput(token_ids=expected_output([1], 9)[:2]))
+        engine.submit(router.outbox, resumed)
+        client.may_answer.set()
+        await router.until(lambda: len(router.reasons) == 4)
+    assert sorted(router.refused) == ["r2", "r3"]
+    assert router.refused["r2"].code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    assert router.refused["r2"].retry_delay.ToMilliseconds() == 1000
+    assert sorted(router.reasons) == ["r0", "r1", "resumed", "running"]
+
+
+async def test_drain_refuses_new_requests_and_finishes_the_rest() -> None:
+    async with serving() as (engine, _, router):
+        engine.submit(router.outbox, submit("a", [1], 20))
+        draining = asyncio.create_task(engine.drain(10))
+        await asyncio.sleep(0)
+        engine.submit(router.outbox, submit("late", [1], 20))
+        await draining
+        await router.until(lambda: router.reasons and router.refused)
+    assert len(router.tokens["a"]) == 20
+    assert router.refused["late"].code == grpc.StatusCode.UNAVAILABLE.value[0]
+
+
+async def test_the_engine_waits_for_a_shard_that_loads() -> None:
+    client = FakeShardClient()
+    client.away = True
+    config = SchedulerConfig(shard_addresses=("fake",))
+    probes = Probes()
+    engine = Engine(config, client, probes)
+    running = asyncio.create_task(engine.run())
+    await asyncio.sleep(0.05)
+    assert not engine.ready.is_set()
+    assert not probes.ready
+
+    client.away = False
+    async with asyncio.timeout(5):
+        await engine.ready.wait()
+    assert probes.ready
+    running.cancel()
+
+
+@pytest.mark.parametrize(
+    ("described", "options", "text"),
+    [
+        ({"protocol_version": 99}, {}, "protocol 99"),
+        ({"kv_capacity_bytes": 3}, {}, "no block fits"),
+        ({}, {"num_gpu_blocks_override": 65}, "above the 64 blocks"),
+        ({}, {"max_model_len": 257}, "above the 256 tokens"),
+        ({}, {"max_num_batched_tokens": 7}, "must be at least"),
+    ],
+)
+async def test_a_shard_and_a_configuration_that_do_not_fit_are_fatal(
+    described: dict[str, Any], options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(FatalError, match=text):
+        async with serving(FakeShardClient(description(**described)), **options):
+            pass
+
+
+async def test_another_model_after_a_loss_is_fatal() -> None:
+    client = FakeShardClient()
+    engine = Engine(SchedulerConfig(shard_addresses=("fake",)), client, Probes())
+    running = asyncio.create_task(engine.run())
+    await engine.ready.wait()
+
+    client.described.model_revision = "other"
+    client.lose()
+
+    with pytest.raises(FatalError, match="another model"):
+        async with asyncio.timeout(5):
+            await running
