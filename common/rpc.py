@@ -28,6 +28,8 @@ CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Replicas are named by address; a proxy from the environment would stand between this host and itself.
+    ("grpc.enable_http_proxy", 0),
     # Processes of one machine must not share a broken connection through the global pool.
     ("grpc.use_local_subchannel_pool", 1),
 ]
