@@ -1,0 +1,43 @@
+"""What a shard process is told at start."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config import option
+
+
+@dataclass(frozen=True)
+class ShardConfig:
+    """Holds the weights and the KV tensor, and executes steps."""
+
+    model: Path = option("Hugging Face folder (safetensors) or a GGUF file")
+    listen_address: str = option(
+        "Where the scheduler connects, HOST:PORT or unix:PATH", default="127.0.0.1:50053"
+    )
+    metrics_address: str = option("Where /metrics and the probes are served", default="127.0.0.1:9103")
+    dtype: str = option(
+        "Type of weights, K and V; auto is what the checkpoint says",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str = option(
+        "Where to compute; auto takes a GPU if there is one", default="auto", choices=("auto", "cpu", "cuda")
+    )
+    kv_cache_memory_bytes: int | None = option(
+        "Memory for KV blocks; by default on a CPU a quarter of the memory, at most 4 GiB, and on a GPU what "
+        "gpu_memory_utilization leaves",
+        default=None,
+        unit="bytes",
+        minimum=1,
+    )
+    gpu_memory_utilization: float = option(
+        "Share of a GPU's memory for weights, workspace and KV blocks together",
+        default=0.9,
+        minimum=0.05,
+        maximum=1.0,
+    )
+    shutdown_grace: float = option(
+        "How long to stay for the scheduler after SIGTERM", default=60.0, unit="seconds", minimum=0
+    )
+    log_level: str = option("Log level", default="info", choices=("debug", "info", "warning", "error"))
+    exit_with_parent: bool = option("Exit when standard input closes", default=False)

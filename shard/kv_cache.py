@@ -1,0 +1,66 @@
+"""The KV tensor in blocks, and how much memory there is for it."""
+
+import os
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from kernels import AttentionBatch
+from shard.model_config import ModelConfig
+from shard.models import DecoderModel, KVCache
+
+GIB: Final = 1 << 30
+# A step of this many tokens is profiled to learn how much workspace a GPU needs beside the blocks.
+PROFILED_TOKENS: Final = 4096
+PROFILED_ROWS: Final = 256
+
+
+def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """K and V of one token in all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def allocate(
+    config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> list[KVCache]:
+    """Per layer K and V, each `[num_blocks, block_size, num_kv_heads, head_dim]`, not initialised."""
+    shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+    return [
+        (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
+        for _ in range(config.num_layers)
+    ]
+
+
+def capacity_bytes(model: DecoderModel, device: torch.device, wanted: int | None, utilization: float) -> int:
+    """Memory for blocks, in bytes: `wanted` if given, else what the device has to spare."""
+    if wanted is not None:
+        return wanted
+    if device.type == "cpu":
+        return min(_host_memory() // 4, 4 * GIB)
+    _profile(model, device)
+    free, total = torch.cuda.mem_get_info(device)
+    reusable = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    return max(int(total * utilization) - (total - free) + reusable, 0)
+
+
+def _host_memory() -> int:
+    """Memory of this machine, or of this container where it has less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return min(total, int(text)) if text.isdigit() else total
+
+
+@torch.inference_mode()
+def _profile(model: DecoderModel, device: torch.device) -> None:
+    """Runs one large step, so that the allocator's peak holds the workspace that steps need."""
+    config = model.config
+    tokens = min(PROFILED_TOKENS, config.max_position_embeddings)
+    caches = allocate(config, 1, tokens, model.embedding.dtype, device)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    batch = AttentionBatch.build(table, [tokens], [tokens], tokens)
+    hidden = model.forward(torch.zeros(tokens, dtype=torch.int64, device=device), batch, caches)
+    model.compute_logits(hidden[:PROFILED_ROWS]).softmax(-1).cumsum(-1)
+    torch.cuda.synchronize(device)
+    del caches

@@ -1,0 +1,155 @@
+"""One shard process: loads, serves, and stays until its scheduler lets go."""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+
+import grpc
+import torch
+
+from common.config import load
+from common.lifecycle import exit_with_parent
+from common.logs import setup
+from common.paths import cache_root
+from common.probes import Probes, serve_probes
+from common.rpc import SERVER_OPTIONS, AddressError, add_health, add_reflection, bind, health_status
+from common.version import PROTOCOL_VERSION
+from pagoda.shard.v1 import shard_pb2_grpc
+from pagoda.shard.v1.shard_pb2 import DescribeResponse
+from shard import kv_cache, metrics
+from shard.config import ShardConfig
+from shard.executor import StepExecutor
+from shard.model_config import ModelError, load_model_config
+from shard.rope import max_context_len
+from shard.service import Loaded, ShardService
+from shard.weights import load_model, model_revision
+
+log = logging.getLogger(__name__)
+SERVICE = "pagoda.shard.v1.ShardService"
+# Loading and long steps hold the loop's tick back for as long as this.
+STALL_LIMIT_S = 300.0
+
+
+def load_shard(
+    config: ShardConfig, service: ShardService, probes: Probes, stop_asked: threading.Event
+) -> Loaded:
+    """Reads the model and measures the memory for blocks.
+
+    Raises:
+        ModelError: the model can't be served; the message says why.
+        SystemExit: asked to stop while loading.
+    """
+
+    def progress(done: int, total: int) -> None:
+        if stop_asked.is_set():
+            sys.exit(0)
+        probes.tick()
+        metrics.LOAD_RATIO.set(done / total)
+        service.load_state = f"loading {done * 100 // total} %"
+
+    path = config.model
+    if path.is_file():
+        from shard.gguf_import import cached_import
+
+        path = cached_import(path, cache_root(), progress)
+    model_config = load_model_config(path)
+    device = torch.device(_device(config.device))
+    dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
+    longest = max_context_len(model_config)
+    started = time.monotonic()
+    model = load_model(path, model_config, dtype, device, longest, progress)
+    log.info("loaded %s as %s on %s in %.1f s", path, dtype, device, time.monotonic() - started)
+    description = DescribeResponse(
+        protocol_version=PROTOCOL_VERSION,
+        model_revision=model_revision(path),
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+        rank=0,
+        world_size=1,
+        vocab_size=model_config.vocab_size,
+        max_model_len=longest,
+        kv_bytes_per_token=kv_cache.bytes_per_token(model_config, dtype),
+        kv_capacity_bytes=kv_cache.capacity_bytes(
+            model, device, config.kv_cache_memory_bytes, config.gpu_memory_utilization
+        ),
+    )
+    return Loaded(StepExecutor(model, dtype, device), description)
+
+
+def _device(wanted: str) -> str:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ModelError("--device cuda: this torch sees no GPU; use --device cpu or auto")
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return wanted
+
+
+def serve(config: ShardConfig) -> None:
+    """Serves until SIGTERM or SIGINT, and then until the scheduler closes its stream or grace ends.
+
+    A whole process group gets these signals at once; a shard that left first would take the tokens of
+    requests that the scheduler is still draining.
+
+    Raises:
+        AddressError: an address is wrong or taken.
+        ModelError: the model can't be served.
+    """
+    stop_asked = threading.Event()
+
+    def ask(_signal: int, _frame: FrameType | None) -> None:
+        stop_asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ask)
+
+    probes = Probes(STALL_LIMIT_S)
+    serve_probes(config.metrics_address, probes)
+    service = ShardService()
+    server = grpc.server(ThreadPoolExecutor(8, thread_name_prefix="grpc"), options=SERVER_OPTIONS)
+    shard_pb2_grpc.add_ShardServiceServicer_to_server(service, server)
+    health = add_health(server)
+    add_reflection(server, [SERVICE])
+    bind(server, config.listen_address)
+    _set_serving(health, False)
+    server.start()
+
+    service.loaded = load_shard(config, service, probes, stop_asked)
+    probes.started = True
+    deadline = None
+    while deadline is None or (service.streaming and time.monotonic() < deadline):
+        probes.tick()
+        if service.configured.is_set() and not probes.ready:
+            probes.ready = True
+            _set_serving(health, True)
+        if deadline is not None:
+            time.sleep(0.05)
+        elif stop_asked.wait(0.2):
+            deadline = time.monotonic() + config.shutdown_grace
+            _set_serving(health, False)
+    server.stop(0)
+
+
+def _set_serving(health: object, serving: bool) -> None:
+    for name in ("", SERVICE):
+        health.set(name, health_status(serving))  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    """Runs `python -m shard`."""
+    config = load(ShardConfig, "shard")
+    setup("shard", config.log_level)
+    if config.exit_with_parent:
+        exit_with_parent()
+    try:
+        serve(config)
+    except (AddressError, ModelError) as error:
+        print(f"shard: {error}", file=sys.stderr)
+        sys.stderr.flush()
+        # Past gRPC's and torch's threads, which a plain exit would wait for.
+        os._exit(2)
+    os._exit(0)
