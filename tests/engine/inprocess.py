@@ -1,0 +1,160 @@
+"""A real shard in the scheduler's process, and a way to generate without a router."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.probes import Probes
+from common.version import PROTOCOL_VERSION
+from pagoda.scheduler.v1.scheduler_pb2 import RequestKey, RequestRefused, Submit
+from pagoda.shard.v1.shard_pb2 import (
+    ConfigureRequest,
+    ConfigureResponse,
+    DescribeResponse,
+    ExecuteRequest,
+    ExecuteResponse,
+)
+from pagoda.v1.sampling_pb2 import PositionLogprobs, SamplingParams
+from scheduler.config import SchedulerConfig
+from scheduler.engine import Engine
+from scheduler.outbox import Outbox
+from shard import kv_cache
+from shard.executor import StepExecutor
+from shard.model_config import load_model_config
+from shard.rope import max_context_len
+from shard.weights import load_model
+
+
+class InProcessStream:
+    """Executes commands in order on one thread, as the shard's compute thread does."""
+
+    def __init__(self, executor: StepExecutor) -> None:
+        self._executor = executor
+        self._thread = ThreadPoolExecutor(1)
+        self._results: asyncio.Queue[asyncio.Future[ExecuteResponse]] = asyncio.Queue()
+
+    async def send(self, command: ExecuteRequest) -> None:
+        loop = asyncio.get_running_loop()
+        self._results.put_nowait(loop.run_in_executor(self._thread, self._run, command))
+
+    def _run(self, command: ExecuteRequest) -> ExecuteResponse:
+        return self._executor.execute(command).to_proto()
+
+    async def results(self) -> AsyncIterator[ExecuteResponse]:
+        while True:
+            yield await (await self._results.get())
+
+    async def close(self) -> None:
+        self._thread.shutdown()
+
+
+class InProcessShard:
+    """Loads a folder and stands in for a shard process, behind the scheduler's client interface."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        config = load_model_config(folder)
+        device = torch.device("cpu")
+        longest = max_context_len(config)
+        self._executor = StepExecutor(load_model(folder, config, dtype, device, longest), dtype, device)
+        self._described = DescribeResponse(
+            protocol_version=PROTOCOL_VERSION,
+            model_revision="test",
+            dtype=str(dtype),
+            device="cpu",
+            vocab_size=config.vocab_size,
+            max_model_len=longest,
+            kv_bytes_per_token=kv_cache.bytes_per_token(config, dtype),
+            kv_capacity_bytes=kv_cache.GIB,
+        )
+
+    async def describe(self) -> DescribeResponse:
+        description = DescribeResponse()
+        description.CopyFrom(self._described)
+        return description
+
+    async def configure(self, request: ConfigureRequest) -> ConfigureResponse:
+        self._described.epoch = request.epoch
+        kept = await asyncio.to_thread(self._executor.configure, request)
+        return ConfigureResponse(epoch=request.epoch, kept_allocation=kept)
+
+    def execute(self) -> InProcessStream:
+        return InProcessStream(self._executor)
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass
+class Generated:
+    """One finished output."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    refused: RequestRefused | None = None
+
+
+GREEDY = SamplingParams(temperature=0, top_p=1, repetition_penalty=1)
+
+
+def request(
+    name: str,
+    prompt: Sequence[int],
+    max_tokens: int,
+    sampling: SamplingParams = GREEDY,
+    stop: Sequence[int] = (),
+) -> Submit:
+    return Submit(
+        key=RequestKey(request_id=name, attempt=1),
+        prompt_token_ids=prompt,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        stop_token_ids=stop,
+        n=1,
+    )
+
+
+@contextlib.asynccontextmanager
+async def engine_on(shard: InProcessShard, **options: Any) -> AsyncIterator[Engine]:
+    """A running engine; at the end every block is free."""
+    engine = Engine(SchedulerConfig(shard_addresses=("in process",), **options), shard, Probes())
+    running = asyncio.create_task(engine.run())
+    waiting = asyncio.create_task(engine.ready.wait())
+    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        await running
+    try:
+        yield engine
+        assert engine.scheduler
+        engine.scheduler.check()
+        assert engine.scheduler.pool.num_used == 0
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+
+async def generate(engine: Engine, submits: Sequence[Submit]) -> dict[str, Generated]:
+    """Submits all at once and collects until each has ended."""
+    outbox = Outbox()
+    results = {submit.key.request_id: Generated() for submit in submits}
+    unfinished = set(results)
+    for submit in submits:
+        engine.submit(outbox, submit)
+    while unfinished:
+        for message in await outbox.take():
+            if message.HasField("refused"):
+                results[message.refused.key.request_id].refused = message.refused
+                unfinished.discard(message.refused.key.request_id)
+            for output in message.outputs.sequences:
+                result = results[output.key.request_id]
+                result.token_ids += output.token_ids
+                result.logprobs += output.logprobs
+                if output.finish_reason:
+                    unfinished.discard(output.key.request_id)
+    return results
