@@ -1,0 +1,28 @@
+"""`python -m router`."""
+
+import asyncio
+import sys
+
+from common import config, lifecycle, logs
+from common.rpc import AddressError
+from router.config import RouterConfig
+from router.model_files import ModelFilesError
+from router.server import run
+
+
+def main() -> int:
+    """Runs the router; returns the exit status."""
+    settings = config.load(RouterConfig, "router")
+    logs.setup("router", settings.log_level)
+    if settings.exit_with_parent:
+        lifecycle.exit_with_parent()
+    try:
+        asyncio.run(run(settings))
+    except (AddressError, ModelFilesError) as error:
+        sys.stderr.write(f"python -m router: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

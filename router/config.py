@@ -1,0 +1,57 @@
+"""What a router process is told at start."""
+
+from dataclasses import dataclass
+
+from common.config import option
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """Takes requests as text, hands them to schedulers as tokens, and streams text back."""
+
+    model: str = option("Hugging Face model folder; only its tokenizer, chat template and eos ids are read")
+    scheduler_addresses: tuple[str, ...] = option("One scheduler per replica, HOST:PORT or unix:PATH")
+    served_model_name: str | None = option(
+        "Model name that clients give; by default the folder's name", default=None
+    )
+    listen_address: str = option("Where clients connect, HOST:PORT or unix:PATH", default="127.0.0.1:50051")
+    metrics_address: str = option("Where /metrics and the probes are served", default="127.0.0.1:9101")
+    max_prompt_bytes: int = option(
+        "UTF-8 bytes of one prompt, before and after the chat template",
+        default=1024 * 1024,
+        unit="bytes",
+        minimum=1,
+        maximum=16 * 1024 * 1024,
+    )
+    max_concurrent_requests: int = option(
+        "Requests that may run at once; more are refused",
+        default=1024,
+        unit="requests",
+        minimum=1,
+        maximum=65536,
+    )
+    write_stall_timeout: float = option(
+        "A client that takes nothing for so long is ended",
+        default=60.0,
+        unit="seconds",
+        minimum=0.1,
+        maximum=3600,
+    )
+    reconnect_timeout: float = option(
+        "How long a running request waits for a lost scheduler or another one",
+        default=60.0,
+        unit="seconds",
+        minimum=0,
+        maximum=3600,
+    )
+    shutdown_grace: float = option(
+        "How long running requests may go on after SIGTERM", default=30.0, unit="seconds", minimum=0
+    )
+    drain_delay: float = option(
+        "How long new requests are still taken after SIGTERM, while endpoints propagate",
+        default=0.0,
+        unit="seconds",
+        minimum=0,
+    )
+    log_level: str = option("Log level", default="info", choices=("debug", "info", "warning", "error"))
+    exit_with_parent: bool = option("Exit when standard input closes", default=False)

@@ -1,0 +1,237 @@
+"""One request's life: submitted, and submitted anew whenever its scheduler is lost."""
+
+import asyncio
+import time
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from pagoda.scheduler.v1.scheduler_pb2 import RequestKey, RequestRefused, SequenceOutput, Submit
+from pagoda.v1.inference_pb2 import PriorOutput
+from router import metrics
+from router.errors import RETRYABLE, RequestError, from_refusal, unavailable
+from router.replicas import Replicas, choose
+from router.scheduler_link import Connection, Key
+from router.validation import Request
+
+
+class Generation:
+    """What arrives for a request, across schedulers, as one continuous stream of tokens.
+
+    What its client hasn't taken yet waits as one merged message per output.
+
+    Attributes:
+        model_revision: Of the scheduler that accepted; another one is never taken.
+        cached_tokens: Prompt tokens found in the prefix cache at the first attempt.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        replicas: Replicas,
+        *,
+        reconnect_timeout: float,
+        time_remaining: float | None = None,
+        trace_context: str = "",
+    ) -> None:
+        """`time_remaining` is the client's deadline, and `reconnect_timeout` how long an outage of all
+        schedulers is borne; both in seconds."""
+        self.model_revision = ""
+        self.cached_tokens = 0
+        self._request = request
+        self._replicas = replicas
+        self._reconnect_timeout = reconnect_timeout
+        self._trace_context = trace_context
+        self._arrival = time.monotonic()
+        self._deadline = None if time_remaining is None else self._arrival + time_remaining
+        priors = request.prior_outputs
+        self._token_ids = [list(prior.token_ids) for prior in priors] or [[] for _ in range(request.n)]
+        self._finished = [prior.finished for prior in priors] or [False] * request.n
+        self._last_arrival = [0.0] * request.n
+        self._pending: dict[int, SequenceOutput] = {}
+        self._wake = asyncio.Event()
+        self._error: RequestError | None = None
+        self._accepted = False
+        # The attempt that runs now.
+        self._connection: Connection | None = None
+        self._key: Key = ("", 0)
+        # While none runs: since when, and who refused it.
+        self._lost_at: float | None = None
+        self._refusal: RequestError | None = None
+        self._refusers: set[Connection] = set()
+
+    async def start(self) -> None:
+        """Returns once a scheduler accepted.
+
+        Raises:
+            RequestError: none did.
+        """
+        if all(self._finished):
+            self.model_revision = self._replicas.welcome.model_revision
+            return
+        while not self._accepted:
+            await self._advance()
+
+    async def take(self) -> list[SequenceOutput]:
+        """What arrived since the last call, at most one per output; waits for some. Empty at the end.
+
+        Raises:
+            RequestError: the scheduler gave it up, or none came back in time.
+        """
+        while not self._pending:
+            if all(self._finished):
+                return []
+            await self._advance()
+        taken, self._pending = list(self._pending.values()), {}
+        return taken
+
+    def end_output(self, index: int, num_tokens: int) -> None:
+        """Ends an output after its first `num_tokens` tokens, if its scheduler didn't."""
+        self._pending.pop(index, None)
+        if self._finished[index]:
+            return
+        self._finished[index] = True
+        del self._token_ids[index][num_tokens:]
+        if all(self._finished):
+            self.close()
+        elif self._connection is not None:
+            self._connection.abort(self._key, index)
+
+    def close(self) -> None:
+        """Frees what the scheduler still holds for it. To be called however the request ends."""
+        if self._connection is not None:
+            self._connection.abort(self._key)
+            self._connection = None
+
+    def on_accepted(self) -> None:
+        assert self._connection is not None  # noqa: S101
+        if not self._accepted:
+            metrics.PROMPT_TOKENS.inc(len(self._request.prompt_token_ids))
+        self.model_revision = self._connection.welcome.model_revision
+        self._accepted = True
+        self._lost_at = self._refusal = None
+        self._wake.set()
+
+    def on_refused(self, refused: RequestRefused) -> None:
+        assert self._connection is not None  # noqa: S101
+        error = from_refusal(refused)
+        if error.code in RETRYABLE:
+            self._refusal = error
+            self._refusers.add(self._connection)
+            if self._accepted and self._lost_at is None:
+                self._lost_at = time.monotonic()
+        else:
+            self._error = error
+        self._connection = None
+        self._wake.set()
+
+    def on_output(self, output: SequenceOutput) -> None:
+        index = output.output_index
+        if index >= self._request.n or self._finished[index]:
+            return
+        if not self._last_arrival[index]:
+            self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        self._observe(index, len(output.token_ids))
+        self._token_ids[index].extend(output.token_ids)
+        self._finished[index] = output.finish_reason != 0
+        if pending := self._pending.get(index):
+            pending.token_ids.extend(output.token_ids)
+            pending.logprobs.extend(output.logprobs)
+            pending.finish_reason = output.finish_reason
+        else:
+            self._pending[index] = output
+        if all(self._finished) and self._connection is not None:
+            self._connection.forget(self._key)
+            self._connection = None
+        self._wake.set()
+
+    def on_lost(self) -> None:
+        self._connection = None
+        self._refusal = None
+        if self._lost_at is None:
+            self._lost_at = time.monotonic()
+        self._wake.set()
+
+    async def _advance(self) -> None:
+        if self._error is None and self._connection is None:
+            await self._submit()
+        await self._wake.wait()
+        self._wake.clear()
+        if self._error is not None:
+            raise self._error
+
+    async def _submit(self) -> None:
+        connection = await self._find()
+        if self._lost_at is not None:
+            metrics.RESUBMITS.inc()
+        attempt = self._replicas.next_attempt()
+        self._connection, self._key = connection, (self._request.request_id, attempt)
+        connection.submit(self._message(attempt), self)
+
+    async def _find(self) -> Connection:
+        while True:
+            candidates = [c for c in self._replicas.available if c not in self._refusers]
+            same_model = [c for c in candidates if self.model_revision in ("", c.welcome.model_revision)]
+            if same_model:
+                return choose(same_model)
+            if candidates:
+                raise unavailable(
+                    f"the model changed from revision {self.model_revision!r} to "
+                    f"{candidates[0].welcome.model_revision!r} while the request ran; start it anew",
+                    "MODEL_CHANGED",
+                )
+            await self._wait_for_replica()
+
+    async def _wait_for_replica(self) -> None:
+        refusal = self._refusal or unavailable("no scheduler is connected")
+        if self._replicas.closed:
+            raise unavailable("this router is shutting down; resume with prior_outputs", "SHUTTING_DOWN")
+        if self._lost_at is None or refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            raise refusal
+        try:
+            async with asyncio.timeout(self._lost_at + self._reconnect_timeout - time.monotonic()):
+                await self._replicas.wait_change()
+        except TimeoutError:
+            raise refusal from None
+
+    def _message(self, attempt: int) -> Submit:
+        request = self._request
+        submit = Submit(
+            key=RequestKey(request_id=request.request_id, attempt=attempt),
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=request.sampling,
+            max_tokens=request.max_tokens,
+            stop_token_ids=sorted(request.stop_token_ids),
+            n=request.n,
+            trace_context=self._trace_context,
+            age=_duration(time.monotonic() - self._arrival),
+            model_revision=self.model_revision,
+        )
+        if self._deadline is not None:
+            submit.deadline_remaining.CopyFrom(_duration(self._deadline - time.monotonic()))
+        # An accepted request is exempt from the queue bound even before its first token.
+        if self._accepted or request.prior_outputs:
+            submit.prior_outputs.extend(
+                PriorOutput(index=index, token_ids=token_ids, finished=finished)
+                for index, (token_ids, finished) in enumerate(
+                    zip(self._token_ids, self._finished, strict=True)
+                )
+            )
+        return submit
+
+    def _observe(self, index: int, count: int) -> None:
+        if not count:
+            return
+        now = time.monotonic()
+        metrics.OUTPUT_TOKENS.inc(count)
+        if last := self._last_arrival[index]:
+            metrics.INTER_TOKEN_LATENCY.observe((now - last) / count)
+        else:
+            metrics.TIME_TO_FIRST_TOKEN.observe(now - self._arrival)
+        self._last_arrival[index] = now
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(max(0, int(seconds * 1e9)))
+    return duration

@@ -1,0 +1,149 @@
+"""The router process: built, served, drained."""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from common import rpc
+from common.lifecycle import stop_event
+from common.probes import Probes, serve_probes
+from common.rpc import AddressError
+from router.chat_template import ChatTemplate
+from router.config import RouterConfig
+from router.model_files import ModelFiles
+from router.prompt import PromptEncoder
+from router.replicas import Replicas
+from router.service import SERVICE_NAME, InferenceService
+from router.tokenizer import Tokenizer
+
+# For statuses to reach clients whose requests outlived the grace.
+_FAREWELL_S: Final = 1.0
+_TICK_S: Final = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Router:
+    """One router in the running event loop."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Loads the model's text files and binds the address.
+
+        Raises:
+            ModelFilesError: a file of the model folder is missing or broken.
+            AddressError: an address can't be parsed or bound.
+        """
+        _check(config.scheduler_addresses)
+        folder = Path(config.model)
+        files = ModelFiles.read(folder)
+        tokenizer = Tokenizer(files)
+        template = ChatTemplate(files) if files.chat_template is not None else None
+        self.probes = Probes()
+        self._config = config
+        self._draining = False
+        self.replicas = Replicas(config.scheduler_addresses, self._update_health)
+        self.service = InferenceService(
+            config,
+            config.served_model_name or folder.resolve().name,
+            tokenizer,
+            PromptEncoder(tokenizer, template, config.max_prompt_bytes),
+            self.replicas,
+        )
+        self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        self._server.add_generic_rpc_handlers((self.service.rpc_handler(),))
+        self._health = rpc.add_health_aio(self._server)
+        rpc.add_reflection(self._server, [SERVICE_NAME])
+        self._tasks: set[asyncio.Task[Any]] = set()
+        try:
+            self.port = rpc.bind(self._server, config.listen_address)
+        except AddressError as error:
+            raise AddressError(f"--listen-address {error}") from error
+
+    async def start(self) -> None:
+        """Serves and connects; health says SERVING once a scheduler is connected."""
+        await self._set_health()
+        await self._server.start()
+        self.replicas.start()
+        self._spawn(self._tick())
+        self.probes.started = True
+
+    async def drain(self) -> None:
+        """Takes leave: NOT_SERVING, then no new requests, then the running ones end, then all streams."""
+        self._draining = True
+        await self._set_health()
+        await asyncio.sleep(self._config.drain_delay)
+        self.service.refusing = True
+        await _within(self._config.shutdown_grace, self.service.wait_idle())
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends at once. Requests that still run get UNAVAILABLE, to resume elsewhere."""
+        self.service.refusing = True
+        await self.replicas.close()
+        await _within(_FAREWELL_S, self.service.wait_idle())
+        await self._server.stop(0)
+        for task in self._tasks:
+            task.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            self.probes.tick()
+            await asyncio.sleep(_TICK_S)
+
+    def _update_health(self) -> None:
+        self._spawn(self._set_health())
+
+    async def _set_health(self) -> None:
+        self.probes.ready = not self._draining and bool(self.replicas.connected)
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, rpc.health_status(self.probes.ready))
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def run(config: RouterConfig) -> None:
+    """Serves until SIGTERM or SIGINT, then drains.
+
+    Raises:
+        ModelFilesError: a file of the model folder is missing or broken.
+        AddressError: an address can't be parsed or bound.
+    """
+    stop = stop_event()
+    router = Router(config)
+    try:
+        serve_probes(config.metrics_address, router.probes)
+    except AddressError as error:
+        raise AddressError(f"--metrics-address {error}") from error
+    await router.start()
+    unix = config.listen_address.startswith("unix:")
+    address = config.listen_address if unix else f"{config.listen_address.rpartition(':')[0]}:{router.port}"
+    _log.info("listening on %s", address)
+    await stop.wait()
+    _log.info("draining")
+    await router.drain()
+
+
+def _check(addresses: Iterable[str]) -> None:
+    addresses = list(addresses)
+    if not addresses:
+        raise AddressError("--scheduler-addresses: give at least one")
+    for address in addresses:
+        try:
+            rpc.check_address(address)
+        except AddressError as error:
+            raise AddressError(f"--scheduler-addresses {error}") from error
+
+
+async def _within(limit_s: float, awaitable: Any) -> None:
+    try:
+        async with asyncio.timeout(limit_s):
+            await awaitable
+    except TimeoutError:
+        pass

@@ -1,0 +1,236 @@
+"""A client's GenerateSpec to a Request in which nothing is left to check or to default."""
+
+import secrets
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+
+from pagoda.v1.inference_pb2 import GenerateSpec, StopConditions
+from pagoda.v1.sampling_pb2 import SamplingParams
+from router.errors import RequestError, invalid, unserved
+from router.prompt import PromptEncoder
+
+MAX_REQUEST_ID_LENGTH: Final = 128
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_STRING_BYTES: Final = 1024
+MAX_STOP_TOKENS: Final = 128
+MAX_LOGPROBS: Final = 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the served model takes. Lengths in tokens."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Prior:
+    """What is already there of one output."""
+
+    token_ids: tuple[int, ...] = ()
+    finished: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """One client's request, checked. `sampling` has every default filled in and is never changed."""
+
+    request_id: str
+    model: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    # Per output, prior tokens included; 0: as many as fit.
+    max_tokens: int
+    stop_strings: tuple[str, ...]
+    include_stop_string: bool
+    # The model's end-of-sequence tokens, unless they are ignored, and the client's own.
+    stop_token_ids: frozenset[int]
+    n: int = 1
+    # One per output when the client resumes, else none.
+    prior_outputs: tuple[Prior, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Range:
+    default: float
+    low: float
+    high: float
+    low_included: bool = True
+
+    def check(self, value: float, field: str) -> None:
+        above = value >= self.low if self.low_included else value > self.low
+        if not (above and value <= self.high):  # NaN is neither
+            low = f"at least {self.low:g}" if self.low_included else f"greater than {self.low:g}"
+            raise invalid(field, f"{value:g} must be {low} and at most {self.high:g}")
+
+
+_RANGES: Final = {
+    "temperature": _Range(1, 0, 100),
+    "top_p": _Range(1, 0, 1, low_included=False),
+    "min_p": _Range(0, 0, 1),
+    "presence_penalty": _Range(0, -2, 2),
+    "frequency_penalty": _Range(0, -2, 2),
+    "repetition_penalty": _Range(1, 0, 10, low_included=False),
+}
+
+
+async def validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) -> Request:
+    """Checks everything, cheap things first, and encodes the prompt.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT, UNIMPLEMENTED or NOT_FOUND, on the first field at fault.
+    """
+    if spec.model not in ("", limits.model):
+        message = f"model {spec.model!r} isn't served here; {limits.model!r} is"
+        raise RequestError(grpc.StatusCode.NOT_FOUND, message, reason="MODEL_NOT_FOUND", field="spec.model")
+    request_id = _request_id(spec.request_id)
+    _refuse_unserved(spec)
+    sampling = _sampling(spec.sampling)
+    stop_token_ids = _stop_token_ids(spec.stop, limits)
+    stop_strings = _stop_strings(spec.stop)
+    if spec.stop.HasField("max_tokens") and spec.stop.max_tokens < 1:
+        raise invalid("spec.stop.max_tokens", "0 must be at least 1; leave it unset for as many as fit")
+    prompt, field = await _prompt(spec, prompts)
+    if len(prompt) >= limits.max_model_len:
+        raise invalid(
+            field,
+            f"{len(prompt)} prompt tokens, but prompt and output hold at most {limits.max_model_len}; "
+            f"shorten the prompt to {limits.max_model_len - 1}",
+            "PROMPT_TOO_LONG",
+        )
+    check_token_ids(prompt, limits.vocab_size, field)
+    room = limits.max_model_len - len(prompt)
+    return Request(
+        request_id=request_id,
+        model=limits.model,
+        prompt_token_ids=tuple(prompt),
+        sampling=sampling,
+        max_tokens=spec.stop.max_tokens,
+        stop_strings=stop_strings,
+        include_stop_string=spec.stop.include_stop_string,
+        stop_token_ids=stop_token_ids,
+        prior_outputs=_prior_outputs(
+            spec, min(room, spec.stop.max_tokens or room), stop_token_ids, limits.vocab_size
+        ),
+    )
+
+
+def check_token_ids(token_ids: Iterable[int], vocab_size: int, field: str) -> None:
+    """Raises `RequestError` on the first id that isn't in the vocabulary."""
+    for index, token_id in enumerate(token_ids):
+        if token_id >= vocab_size:
+            raise invalid(f"{field}[{index}]", f"{token_id} must be less than the vocabulary's {vocab_size}")
+
+
+def _request_id(given: str) -> str:
+    if len(given) > MAX_REQUEST_ID_LENGTH:
+        message = f"{len(given)} characters long, at most {MAX_REQUEST_ID_LENGTH} are taken"
+        raise invalid("spec.request_id", message)
+    if not (given.isascii() and given.isprintable()):
+        raise invalid("spec.request_id", f"{given!a} must be printable ASCII")
+    return given or uuid.uuid4().hex
+
+
+def _refuse_unserved(spec: GenerateSpec) -> None:
+    if spec.HasField("n") and spec.n < 1:
+        raise invalid("spec.n", "0 must be at least 1")
+    unserved_fields = {
+        "n": spec.HasField("n") and spec.n > 1,
+        "beam_search": spec.HasField("beam_search"),
+        "constraint": spec.HasField("constraint"),
+        "adapter": spec.adapter,
+        "priority": spec.priority,
+        "cache_salt": spec.cache_salt,
+    }
+    for name, given in unserved_fields.items():
+        if given:
+            raise unserved(f"spec.{name}")
+
+
+def _sampling(given: SamplingParams) -> SamplingParams:
+    filled: Any = SamplingParams()
+    filled.CopyFrom(given)
+    for name, bounds in _RANGES.items():
+        if filled.HasField(name):
+            bounds.check(getattr(filled, name), f"spec.sampling.{name}")
+        else:
+            setattr(filled, name, bounds.default)
+    if filled.logprobs > MAX_LOGPROBS:
+        raise invalid("spec.sampling.logprobs", f"{filled.logprobs} must be at most {MAX_LOGPROBS}")
+    if not filled.HasField("top_k"):
+        filled.top_k = 0
+    if not filled.HasField("seed"):
+        filled.seed = secrets.randbits(64)
+    return filled  # type: ignore[no-any-return]
+
+
+def _stop_strings(stop: StopConditions) -> tuple[str, ...]:
+    field = "spec.stop.strings"
+    if len(stop.strings) > MAX_STOP_STRINGS:
+        raise invalid(field, f"{len(stop.strings)} stop strings, at most {MAX_STOP_STRINGS} are taken")
+    for index, string in enumerate(stop.strings):
+        size = len(string.encode())
+        if not 1 <= size <= MAX_STOP_STRING_BYTES:
+            message = f"{size} bytes long, must be at least 1 and at most {MAX_STOP_STRING_BYTES}"
+            raise invalid(f"{field}[{index}]", message)
+    return tuple(stop.strings)
+
+
+def _stop_token_ids(stop: StopConditions, limits: Limits) -> frozenset[int]:
+    field = "spec.stop.token_ids"
+    if len(stop.token_ids) > MAX_STOP_TOKENS:
+        raise invalid(field, f"{len(stop.token_ids)} stop tokens, at most {MAX_STOP_TOKENS} are taken")
+    check_token_ids(stop.token_ids, limits.vocab_size, field)
+    return frozenset(stop.token_ids) | frozenset(() if stop.ignore_eos else limits.eos_token_ids)
+
+
+async def _prompt(spec: GenerateSpec, prompts: PromptEncoder) -> tuple[Sequence[int], str]:
+    """The prompt's token ids, and the field that it came from."""
+    match spec.WhichOneof("prompt"):
+        case "text":
+            return await prompts.encode_text(spec.text, "spec.text"), "spec.text"
+        case "chat":
+            return await prompts.encode_chat(spec.chat, "spec.chat"), "spec.chat.messages"
+        case "token_ids" if spec.token_ids.ids:
+            return spec.token_ids.ids, "spec.token_ids.ids"
+        case "token_ids":
+            raise invalid("spec.token_ids.ids", "is empty; give at least one token", "EMPTY_PROMPT")
+        case _:
+            raise invalid("spec.prompt", "is missing; give text, token_ids or chat", "EMPTY_PROMPT")
+
+
+def _prior_outputs(
+    spec: GenerateSpec, limit: int, stop_token_ids: frozenset[int], vocab_size: int
+) -> tuple[Prior, ...]:
+    """One per output, `limit` tokens long at most; one that isn't finished must be able to go on."""
+    if not spec.prior_outputs:
+        return ()
+    if not spec.sampling.HasField("seed"):
+        raise invalid("spec.sampling.seed", "is required with prior_outputs; give the one from Accepted")
+    n = spec.n or 1
+    priors: dict[int, Prior] = {}
+    for position, prior in enumerate(spec.prior_outputs):
+        where = f"spec.prior_outputs[{position}]"
+        field, count = f"{where}.token_ids", len(prior.token_ids)
+        if prior.index >= n:
+            raise invalid(f"{where}.index", f"{prior.index} must be less than n, {n}")
+        if prior.index in priors:
+            raise invalid(f"{where}.index", f"{prior.index} is given twice")
+        if count > limit:
+            raise invalid(field, f"{count} tokens, but max_tokens and the context allow {limit}")
+        check_token_ids(prior.token_ids, vocab_size, field)
+        if not prior.finished:
+            if count == limit:
+                message = f"{count} tokens are all that max_tokens and the context allow: set finished"
+                raise invalid(field, message)
+            if ended_by := stop_token_ids.intersection(prior.token_ids):
+                raise invalid(field, f"holds the stop token {min(ended_by)}: set finished")
+        priors[prior.index] = Prior(tuple(prior.token_ids), prior.finished)
+    return tuple(priors.get(index, Prior()) for index in range(n))

@@ -1,0 +1,192 @@
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from common.version import PROTOCOL_VERSION
+from pagoda.scheduler.v1 import scheduler_pb2 as pb
+from router import metrics
+from router.errors import RequestError
+from router.replicas import Replicas, choose
+from router.scheduler_link import Connection
+from tests.router.fake_scheduler import FakeScheduler
+
+
+class Recorder:
+    """A sink that writes down its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on_accepted(self) -> None:
+        self.calls.append("accepted")
+
+    def on_refused(self, refused: pb.RequestRefused) -> None:
+        self.calls.append("refused")
+
+    def on_output(self, output: pb.SequenceOutput) -> None:
+        self.calls.append(f"output {list(output.token_ids)}")
+
+    def on_lost(self) -> None:
+        self.calls.append("lost")
+
+
+def key(name: str = "a", attempt: int = 0) -> pb.RequestKey:
+    return pb.RequestKey(request_id=name, attempt=attempt)
+
+
+def outputs(*sequences: pb.SequenceOutput, load: pb.Load | None = None) -> pb.ServeResponse:
+    return pb.ServeResponse(outputs=pb.StepOutputs(sequences=sequences, load=load))
+
+
+@pytest.fixture
+async def connection() -> Connection:
+    return Connection(pb.Hello(protocol_version=PROTOCOL_VERSION))
+
+
+def test_messages_reach_the_attempt_that_they_are_for(connection: Connection) -> None:
+    first, second = Recorder(), Recorder()
+    connection.submit(pb.Submit(key=key("a", 0)), first)
+    connection.submit(pb.Submit(key=key("a", 1)), second)
+    connection.dispatch(pb.ServeResponse(accepted=pb.RequestAccepted(key=key("a", 1))))
+    connection.dispatch(outputs(pb.SequenceOutput(key=key("a", 0), token_ids=[7])))
+    connection.dispatch(pb.ServeResponse(refused=pb.RequestRefused(key=key("a", 0))))
+    connection.dispatch(outputs(pb.SequenceOutput(key=key("a", 0), token_ids=[8])))
+    connection.lose()
+    assert (first.calls, second.calls) == (["output [7]", "refused"], ["accepted", "lost"])
+
+
+async def test_a_submit_that_was_not_sent_is_withdrawn_by_its_abort(connection: Connection) -> None:
+    outgoing = connection.outgoing()
+    assert (await anext(outgoing)).WhichOneof("message") == "hello"
+    for attempt in range(100):
+        connection.submit(pb.Submit(key=key("a", attempt)), Recorder())
+        connection.abort(("a", attempt))
+    connection.submit(pb.Submit(key=key("last")), Recorder())
+    assert (await anext(outgoing)).submit.key == key("last")
+
+
+async def test_a_submit_that_was_sent_is_aborted_on_the_wire(connection: Connection) -> None:
+    outgoing = connection.outgoing()
+    await anext(outgoing)
+    connection.submit(pb.Submit(key=key()), Recorder())
+    await anext(outgoing)
+    connection.abort(("a", 0), output_index=1)
+    connection.abort(("a", 0))
+    aborts = [(await anext(outgoing)).abort for _ in range(2)]
+    assert aborts == [pb.Abort(key=key(), output_index=1), pb.Abort(key=key())]
+
+
+async def test_a_lost_stream_has_nothing_more_to_send(connection: Connection) -> None:
+    outgoing = connection.outgoing()
+    await anext(outgoing)
+    rest = asyncio.ensure_future(anext(outgoing, None))
+    await asyncio.sleep(0)
+    connection.lose()
+    assert await rest is None
+
+
+def test_outstanding_tokens_are_those_reported_and_those_submitted_since(connection: Connection) -> None:
+    connection.submit(pb.Submit(key=key(), prompt_token_ids=[1, 2, 3], max_tokens=10), Recorder())
+    assert connection.outstanding_tokens == 13
+    connection.dispatch(outputs(load=pb.Load(outstanding_tokens=5)))
+    assert connection.outstanding_tokens == 5
+
+
+async def test_the_least_loaded_is_chosen() -> None:
+    connections = [Connection(pb.Hello()) for _ in range(3)]
+    for connection, tokens in zip(connections, (9, 4, 6), strict=True):
+        connection.dispatch(pb.ServeResponse(welcome=pb.Welcome(load=pb.Load(outstanding_tokens=tokens))))
+    assert choose(connections) is connections[1]
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeScheduler]:
+    fake = FakeScheduler()
+    await fake.start()
+    yield fake
+    await fake.stop()
+
+
+async def connect(replicas: Replicas) -> None:
+    while not replicas.connected:
+        await replicas.wait_change()
+
+
+@pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
+async def test_versions_one_apart_are_fine(fake: FakeScheduler, version: int) -> None:
+    fake.welcome.protocol_version = version
+    replicas = Replicas([fake.address])
+    replicas.start()
+    await connect(replicas)
+    assert replicas.welcome == fake.welcome
+    assert (await fake.hellos.get()).protocol_version == PROTOCOL_VERSION
+    await replicas.close()
+
+
+async def test_versions_further_apart_are_named(
+    fake: FakeScheduler, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.welcome.protocol_version = PROTOCOL_VERSION + 2
+    replicas = Replicas([fake.address])
+    replicas.start()
+    for _ in range(2):
+        await fake.hellos.get()
+    assert not replicas.connected
+    with pytest.raises(RequestError, match="no scheduler has connected"):
+        _ = replicas.welcome
+    lines = [record.message for record in caplog.records if "protocol version 3" in record.message]
+    assert len(lines) == 1
+    await replicas.close()
+
+
+async def test_connects_again_to_a_scheduler_that_comes_back(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    address = f"unix:{tmp_path_factory.mktemp('s')}/x.sock"
+    replicas = Replicas([address])
+    replicas.start()
+    up = metrics.SCHEDULER_UP.labels(address)._value
+    assert up.get() == 0
+    for _ in range(2):
+        fake = FakeScheduler()
+        await fake.start(address)
+        await connect(replicas)
+        assert up.get() == 1
+        await fake.stop()
+        while replicas.connected:
+            await replicas.wait_change()
+        assert up.get() == 0
+    await replicas.close()
+
+
+async def test_a_sink_that_fails_breaks_the_stream_and_not_the_link(fake: FakeScheduler) -> None:
+    class Broken(Recorder):
+        def on_accepted(self) -> None:
+            raise ZeroDivisionError
+
+    replicas = Replicas([fake.address])
+    replicas.start()
+    await connect(replicas)
+    await fake.hellos.get()
+    sink = Broken()
+    replicas.connected[0].submit(pb.Submit(key=key()), sink)
+    await fake.accept()
+    await fake.hellos.get()
+    assert sink.calls == ["lost"]
+    await replicas.close()
+
+
+async def test_attempt_numbers_never_repeat() -> None:
+    replicas = Replicas(["127.0.0.1:1"])
+    assert len({replicas.next_attempt() for _ in range(50)}) == 50
+
+
+async def test_close_wakes_those_who_wait() -> None:
+    replicas = Replicas(["127.0.0.1:1"])
+    replicas.start()
+    waiter = asyncio.create_task(replicas.wait_change())
+    await asyncio.sleep(0)
+    await replicas.close()
+    await waiter
+    assert replicas.closed
