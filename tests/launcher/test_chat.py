@@ -1,0 +1,134 @@
+"""The terminal client against a server that answers with what it was asked."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+
+from launcher.preflight import ROOT
+from pagoda.v1 import inference_pb2 as pb
+from pagoda.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+
+CONTEXT = 64
+
+
+class Echo(InferenceServiceServicer):
+    """Answers with how many messages it saw and the last one; the words "hang" and "busy" do as they say."""
+
+    def __init__(self) -> None:
+        self.cancelled = threading.Event()
+
+    def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:  # noqa: N802
+        return pb.GetModelResponse(name="echo", max_model_len=CONTEXT, chat=True)
+
+    def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:  # noqa: N802
+        count = sum(len(message.content.split()) for message in request.chat.messages)
+        return pb.TokenizeResponse(token_ids=range(count))
+
+    def GenerateStream(  # noqa: N802
+        self, request: pb.GenerateStreamRequest, context: Any
+    ) -> Iterator[pb.GenerateStreamResponse]:
+        messages = request.spec.chat.messages
+        said = messages[-1].content
+        if said == "busy":
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "64 requests wait already")
+        yield pb.GenerateStreamResponse(accepted=pb.Accepted(request_id="1"))
+        yield pb.GenerateStreamResponse(delta=pb.OutputDelta(text=f"{len(messages)}: "))
+        if said == "hang":
+            context.add_callback(self.cancelled.set)
+            self.cancelled.wait(60)
+        yield pb.GenerateStreamResponse(delta=pb.OutputDelta(text=f"\x1b[31m{said}"))
+        yield pb.GenerateStreamResponse(usage=pb.Usage())
+
+    def Generate(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise NotImplementedError
+
+    def Detokenize(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise NotImplementedError
+
+
+@pytest.fixture
+def echo() -> Echo:
+    return Echo()
+
+
+@pytest.fixture
+def address(echo: Echo) -> Iterator[str]:
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    add_InferenceServiceServicer_to_server(echo, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def chat(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "launcher", "chat", *arguments],
+        cwd=ROOT,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_one_prompt_gets_one_answer_on_standard_output(address: str) -> None:
+    result = chat("--address", address, "--prompt", "hello", "--system", "be kind")
+
+    assert (result.returncode, result.stdout, result.stderr) == (0, "2: [31mhello\n", "")
+
+
+def test_a_conversation_remembers_until_reset(address: str) -> None:
+    result = chat("--address", address, stdin="a\nb\n/reset\nc\n/help\n/nothing\n")
+
+    assert result.returncode == 0
+    assert result.stdout.split("\n")[:3] == ["1: [31ma", "3: [31mb", "1: [31mc"]
+    assert "/reset  forget the conversation" in result.stderr
+    assert "/nothing is no command" in result.stderr
+
+
+def test_old_messages_are_forgotten_aloud(address: str) -> None:
+    result = chat("--address", address, "--max-tokens", "50", stdin=f"{'a ' * 10}\nb c\n")
+
+    assert result.stdout.split("\n")[1] == "1: [31mb c"
+    assert f"2 messages are forgotten: {CONTEXT} tokens hold no more." in result.stderr
+
+
+def test_a_refusal_is_one_line_and_the_conversation_goes_on(address: str) -> None:
+    result = chat("--address", address, stdin="busy\na\n")
+
+    assert "the server is busy; ask again in a moment (64 requests wait already)" in result.stderr
+    assert result.stdout.startswith("1: [31ma\n")
+
+
+def test_no_server_names_the_address_and_what_to_do() -> None:
+    result = chat("--address", "127.0.0.1:1", "--prompt", "hello")
+
+    assert result.returncode == 1
+    assert result.stderr == (
+        "python -m launcher chat: no server at 127.0.0.1:1: start one with `make serve`, "
+        "or name another with --address\n"
+    )
+
+
+def test_control_c_cancels_the_answer(address: str, echo: Echo) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "launcher", "chat", "--address", address, "--prompt", "hang"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert os.read(process.stdout.fileno(), 3) == b"1: "
+
+        process.send_signal(signal.SIGINT)
+
+        assert process.wait(timeout=30) == 130
+    assert echo.cancelled.wait(10)

@@ -1,0 +1,64 @@
+"""What is given goes to the process that it is for; what is not is left to it."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from launcher.children import ChildSpec, child_specs, usable_cores
+from launcher.config import ServeConfig
+
+ADDRESSES = {
+    "listen-address": "127.0.0.1:1",
+    "router-metrics-address": "127.0.0.1:2",
+    "scheduler-metrics-address": "127.0.0.1:3",
+    "shard-metrics-address": "127.0.0.1:4",
+}
+
+
+def specs(config: ServeConfig, config_file: str | None = None) -> dict[str, ChildSpec]:
+    made = child_specs(config, ADDRESSES, Path("/model"), "name", Path("/sockets"), config_file)
+    return {spec.name: spec for spec in made}
+
+
+def flags(spec: ChildSpec) -> dict[str, str]:
+    return {flag: value for flag, value in itertools.pairwise(spec.argv) if flag.startswith("--")}
+
+
+def test_processes_find_each_other() -> None:
+    router, scheduler, shard = (flags(spec) for spec in specs(ServeConfig()).values())
+
+    assert router["--scheduler-addresses"] == scheduler["--listen-address"] == "unix:/sockets/scheduler"
+    assert scheduler["--shard-addresses"] == shard["--listen-address"] == "unix:/sockets/shard-0"
+    assert router["--listen-address"] == "127.0.0.1:1"
+    assert shard["--metrics-address"] == "127.0.0.1:4"
+
+
+def test_options_go_to_the_process_that_they_are_for() -> None:
+    made = specs(ServeConfig(dtype="float32", block_size=8, shutdown_grace=7))
+
+    assert flags(made["shard"])["--dtype"] == "float32"
+    assert flags(made["scheduler"])["--block-size"] == "8"
+    assert flags(made["router"])["--shutdown-grace"] == "7"
+    assert "--block-size" not in made["shard"].argv
+
+
+def test_what_is_not_given_is_left_to_the_process() -> None:
+    made = specs(ServeConfig())
+
+    assert "--dtype" not in made["shard"].argv
+    assert "--max-num-seqs" not in made["scheduler"].argv
+
+
+def test_every_child_ends_with_the_launcher_and_reads_its_file() -> None:
+    for spec in specs(ServeConfig(), config_file="/etc/pagoda.yaml").values():
+        assert "--exit-with-parent" in spec.argv
+        assert flags(spec)["--config"] == "/etc/pagoda.yaml"
+
+
+def test_the_shard_gets_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert specs(ServeConfig())["shard"].environ["OMP_NUM_THREADS"] == str(usable_cores())
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert specs(ServeConfig())["shard"].environ["OMP_NUM_THREADS"] == "1"

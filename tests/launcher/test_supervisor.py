@@ -1,0 +1,163 @@
+"""Children are restarted within reason, and never outlive the launcher."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import psutil
+import pytest
+
+from launcher.children import ChildSpec
+from launcher.preflight import ROOT
+from launcher.supervisor import MAX_RESTARTS, WINDOW_S, RestartBudget, StopSignals, Supervisor
+from tests.launcher.fakes import child, event_pipe, polite, stubborn
+
+Events = tuple[Path, IO[str]]
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Iterator[Events]:
+    with event_pipe(tmp_path) as pipe:
+        yield pipe
+
+
+@pytest.fixture
+async def stop() -> StopSignals:
+    return StopSignals()
+
+
+async def read(events: Events, count: int) -> list[str]:
+    return [(await asyncio.to_thread(events[1].readline)).strip() for _ in range(count)]
+
+
+def running(lines: list[str], stop: StopSignals, *specs: ChildSpec) -> tuple[Supervisor, asyncio.Task[int]]:
+    supervisor = Supervisor(specs, stop, lines.append, first_delay_s=0.001)
+    return supervisor, asyncio.create_task(supervisor.run())
+
+
+def test_pauses_double_and_old_restarts_are_forgiven() -> None:
+    budget = RestartBudget(first_delay_s=0.5)
+
+    assert [budget.next_delay(now=0.0) for _ in range(6)] == [0.5, 1, 2, 4, 8, None]
+    assert budget.next_delay(now=WINDOW_S + 1) == 0.5
+
+
+async def test_a_child_that_keeps_dying_is_given_up_after_five_restarts(
+    events: Events, stop: StopSignals
+) -> None:
+    lines: list[str] = []
+    dying = child("shard", "tell('started'); sys.exit(3)", events[0])
+    _, run = running(lines, stop, polite("router", events[0]), dying)
+
+    assert await run == 1
+    assert [line.split(" in ")[0] for line in lines[:MAX_RESTARTS]] == [
+        f"shard ended (exit status 3); restart {n} of 5" for n in range(1, 6)
+    ]
+    assert lines[MAX_RESTARTS:] == [
+        "shard ended (exit status 3), 5 restarts in five minutes did not help; stopping"
+    ]
+
+
+async def test_a_killed_child_is_restarted_and_its_signal_named(events: Events, stop: StopSignals) -> None:
+    lines: list[str] = []
+    _, run = running(lines, stop, child("shard", "tell(str(os.getpid())); signal.pause()", events[0]))
+    [first] = await read(events, 1)
+
+    os.kill(int(first), signal.SIGKILL)
+    [second] = await read(events, 1)
+    stop.first.set()
+
+    assert await run == 0
+    assert first != second
+    assert lines == ["shard ended (killed by SIGKILL); restart 1 of 5 in 0.001 s"]
+
+
+async def test_a_configuration_error_at_start_is_not_retried(events: Events, stop: StopSignals) -> None:
+    lines: list[str] = []
+    wrong = child("scheduler", "sys.exit(2)", events[0])
+    _, run = running(lines, stop, polite("router", events[0]), wrong)
+
+    assert await run == 2
+    assert lines == ["scheduler refused its configuration (exit status 2; its reason is above); stopping"]
+
+
+async def test_status_2_is_an_ordinary_death_once_all_were_ready(events: Events, stop: StopSignals) -> None:
+    lines: list[str] = []
+    supervisor, run = running(lines, stop, child("scheduler", "sys.exit(2)", events[0]))
+    supervisor.starting = False
+
+    assert await run == 1
+    assert len(lines) == MAX_RESTARTS + 1
+
+
+async def test_children_stop_in_order_each_after_the_one_before(events: Events, stop: StopSignals) -> None:
+    names = ["router", "scheduler", "shard"]
+    _, run = running([], stop, *(polite(name, events[0]) for name in names))
+    assert sorted(await read(events, 3)) == [f"started {name}" for name in names]
+
+    stop.first.set()
+
+    assert await run == 0
+    assert await read(events, 3) == [f"stopped {name}" for name in names]
+
+
+async def test_a_child_that_does_not_stop_in_time_is_killed(events: Events, stop: StopSignals) -> None:
+    lines: list[str] = []
+    _, run = running(lines, stop, stubborn("router", events[0], stop_within_s=0.1))
+    await read(events, 1)
+
+    stop.first.set()
+
+    assert await run == 0
+    assert lines == ["router did not stop within 0.1 s; killing it"]
+
+
+async def test_a_second_signal_kills_at_once(events: Events, stop: StopSignals) -> None:
+    _, run = running([], stop, stubborn("router", events[0]), stubborn("shard", events[0]))
+    await read(events, 2)
+
+    os.kill(os.getpid(), signal.SIGINT)
+    await stop.first.wait()
+    os.kill(os.getpid(), signal.SIGINT)
+
+    assert await asyncio.wait_for(run, timeout=10) == 0
+
+
+LAUNCHER = """
+import asyncio, os, sys
+from launcher.children import ChildSpec
+from launcher.supervisor import StopSignals, Supervisor
+
+CHILD = '''
+import os, signal, sys
+from common.lifecycle import exit_with_parent
+exit_with_parent()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open(sys.argv[1], "w") as pipe:
+    pipe.write(f"{os.getpid()}\\\\n")
+while True:
+    signal.pause()
+'''
+
+async def main():
+    argv = (sys.executable, "-c", CHILD, sys.argv[1])
+    specs = [ChildSpec(name, argv, os.environ, 30) for name in ("router", "scheduler", "shard")]
+    await Supervisor(specs, StopSignals(), print).run()
+
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_launcher_leaves_no_process(events: Events) -> None:
+    launcher = await asyncio.create_subprocess_exec(sys.executable, "-c", LAUNCHER, events[0], cwd=ROOT)
+    children = [psutil.Process(int(pid)) for pid in await read(events, 3)]
+
+    launcher.kill()
+    await launcher.wait()
+
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []
