@@ -55,10 +55,10 @@ class _Handler(WSGIRequestHandler):
 
 
 def serve_probes(address: str, probes: Probes) -> int:
-    """Serves metrics and probes on a daemon thread; returns the bound port.
+    """Serves `--metrics-address` on a daemon thread; returns the bound port.
 
     Raises:
-        AddressError: the address can't be bound.
+        AddressError: the address is malformed or taken; the message names the option.
     """
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -76,12 +76,14 @@ def serve_probes(address: str, probes: Probes) -> int:
         start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
         return [body.encode()]
 
-    host, port = split_host_port(address)
     try:
+        host, port = split_host_port(address)
         server = (_Server6 if ":" in host else _Server)((host, port), _Handler)
+    except AddressError as error:
+        raise AddressError(f"--metrics-address {error}") from error
     except OSError as error:
         reason = "already in use" if error.errno == errno.EADDRINUSE else error.strerror
-        raise AddressError(f"{address}: {reason}") from error
+        raise AddressError(f"--metrics-address {address}: {reason}") from error
     server.set_app(app)
     threading.Thread(target=server.serve_forever, name="probes", daemon=True).start()
     return int(server.server_port)

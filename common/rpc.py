@@ -65,17 +65,19 @@ def check_address(address: str) -> None:
 
 
 def bind(server: grpc.Server | grpc.aio.Server, address: str) -> int:
-    """Binds a server without TLS; returns the port (1 for a Unix socket).
+    """Binds a server to its `--listen-address`, without TLS; returns the port (1 for a Unix socket).
 
     Raises:
-        AddressError: the address is malformed or taken.
+        AddressError: the address is malformed or taken; the message names the option.
     """
-    check_address(address)
     try:
+        check_address(address)
         return int(server.add_insecure_port(address))
+    except AddressError as error:
+        raise AddressError(f"--listen-address {error}") from error
     except RuntimeError as error:
         raise AddressError(
-            f"{address}: can't be bound; it is in use or not an address of this host"
+            f"--listen-address {address}: can't be bound; it is in use or not an address of this host"
         ) from error
 
 

@@ -1,9 +1,13 @@
 """A prompt as the client gave it to token ids, within the limit on its bytes."""
 
+from typing import Final
+
 from pagoda.v1.inference_pb2 import Chat
 from router.chat_template import ChatTemplate, ChatTemplateError
 from router.errors import invalid
 from router.tokenizer import Tokenizer
+
+MAX_MESSAGES: Final = 4096
 
 
 class PromptEncoder:
@@ -37,10 +41,15 @@ class PromptEncoder:
         where = f"{field}.messages"
         if not chat.messages:
             raise invalid(where, "is empty; give at least one message", "EMPTY_PROMPT")
+        if len(chat.messages) > MAX_MESSAGES:
+            raise invalid(where, f"{len(chat.messages)} messages, at most {MAX_MESSAGES} are taken")
         for index, message in enumerate(chat.messages):
             if not message.role:
                 raise invalid(f"{where}[{index}].role", 'is empty; name one, such as "user"')
-        self._check_size(sum(len(message.content.encode()) for message in chat.messages), where)
+        self._check_size(
+            sum(len(message.role.encode()) + len(message.content.encode()) for message in chat.messages),
+            where,
+        )
         messages = [{"role": message.role, "content": message.content} for message in chat.messages]
 
         def render_and_encode() -> list[int]:

@@ -58,10 +58,7 @@ class Router:
         self._health = rpc.add_health_aio(self._server)
         rpc.add_reflection(self._server, [SERVICE_NAME])
         self._tasks: set[asyncio.Task[Any]] = set()
-        try:
-            self.port = rpc.bind(self._server, config.listen_address)
-        except AddressError as error:
-            raise AddressError(f"--listen-address {error}") from error
+        self.port = rpc.bind(self._server, config.listen_address)
 
     async def start(self) -> None:
         """Serves and connects; health says SERVING once a scheduler is connected."""
@@ -117,10 +114,7 @@ async def run(config: RouterConfig) -> None:
     """
     stop = stop_event()
     router = Router(config)
-    try:
-        serve_probes(config.metrics_address, router.probes)
-    except AddressError as error:
-        raise AddressError(f"--metrics-address {error}") from error
+    serve_probes(config.metrics_address, router.probes)
     await router.start()
     unix = config.listen_address.startswith("unix:")
     address = config.listen_address if unix else f"{config.listen_address.rpartition(':')[0]}:{router.port}"

@@ -199,7 +199,8 @@ class Engine:
         self.description = description
         self.scheduler = self.scheduler or Scheduler(limits)
         self.ready.set()
-        self._probes.started = self._probes.ready = True
+        self._probes.started = True
+        self._probes.ready = not self._draining
 
     def _resolve(self, shard: DescribeResponse) -> Limits:
         config = self.config
@@ -346,9 +347,11 @@ class Engine:
             total_blocks=self.scheduler.limits.num_blocks,
         )
 
-    async def drain(self, grace_s: float) -> None:
-        """Refuses new requests and waits until the running ones ended, at most `grace_s` seconds."""
+    def stop_admitting(self) -> None:
+        """From now on new requests are refused, for another replica to take."""
         self._draining = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await self._idle.wait()
+        self._probes.ready = False
+
+    async def wait_idle(self) -> None:
+        """Returns once every request has ended."""
+        await self._idle.wait()

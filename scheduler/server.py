@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import logging
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import grpc
 
@@ -29,6 +31,7 @@ from scheduler.shard_client import GrpcShardClient
 
 log = logging.getLogger(__name__)
 SERVICE = "pagoda.scheduler.v1.SchedulerService"
+HEALTH_PERIOD_S = 0.2
 
 
 async def serve(config: SchedulerConfig) -> None:
@@ -49,30 +52,27 @@ async def serve(config: SchedulerConfig) -> None:
     health = add_health_aio(server)
     add_reflection(server, [SERVICE])
     bind(server, config.listen_address)
-    await _set_serving(health, False)
     await server.start()
 
     stop = stop_event()
     running = asyncio.create_task(engine.run())
     stopping = asyncio.create_task(stop.wait())
-    ready = asyncio.create_task(engine.ready.wait())
+    following = asyncio.create_task(_follow(probes, health))
     try:
-        await asyncio.wait({running, stopping, ready}, return_when=asyncio.FIRST_COMPLETED)
-        if ready.done():
-            await _set_serving(health, True)
-            await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             await running
         log.info("draining, at most %g s", config.shutdown_grace)
-        probes.ready = False
-        await _set_serving(health, False)
+        engine.stop_admitting()
         service.announce_draining()
-        draining = asyncio.create_task(engine.drain(config.shutdown_grace))
-        await asyncio.wait({running, draining}, return_when=asyncio.FIRST_COMPLETED)
+        idle = asyncio.create_task(engine.wait_idle())
+        await asyncio.wait(
+            {running, idle}, timeout=config.shutdown_grace, return_when=asyncio.FIRST_COMPLETED
+        )
     finally:
         # Streams end before the server does: its own stop would wait the whole grace for idle ones.
         service.close_streams()
-        for task in (running, stopping, ready):
+        for task in (running, stopping, following):
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError, FatalError):
             await running
@@ -80,9 +80,21 @@ async def serve(config: SchedulerConfig) -> None:
         await shard.close()
 
 
-async def _set_serving(health: object, serving: bool) -> None:
-    for name in ("", SERVICE):
-        await health.set(name, health_status(serving))  # type: ignore[attr-defined]
+async def _follow(probes: Probes, health: Any) -> None:
+    """gRPC health says what the readiness probe says."""
+    while True:
+        for name in ("", SERVICE):
+            await health.set(name, health_status(probes.ready))
+        await asyncio.sleep(HEALTH_PERIOD_S)
+
+
+def _check_shard_addresses(addresses: Sequence[str]) -> None:
+    if len(addresses) != 1:
+        raise AddressError("--shard-addresses: a replica has one shard in this version; give one address")
+    try:
+        check_address(addresses[0])
+    except AddressError as error:
+        raise AddressError(f"--shard-addresses {error}") from error
 
 
 def main() -> None:
@@ -92,10 +104,8 @@ def main() -> None:
     if config.exit_with_parent:
         exit_with_parent()
     try:
-        if len(config.shard_addresses) != 1:
-            raise FatalError("--shard-addresses: one shard per replica is served; give one address")
-        check_address(config.shard_addresses[0])
+        _check_shard_addresses(config.shard_addresses)
         asyncio.run(serve(config))
     except (AddressError, FatalError) as error:
-        print(f"scheduler: {error}", file=sys.stderr)
+        print(f"python -m scheduler: {error}", file=sys.stderr)
         sys.exit(2)

@@ -148,7 +148,7 @@ def main() -> None:
     try:
         serve(config)
     except (AddressError, ModelError) as error:
-        print(f"shard: {error}", file=sys.stderr)
+        print(f"python -m shard: {error}", file=sys.stderr)
         sys.stderr.flush()
         # Past gRPC's and torch's threads, which a plain exit would wait for.
         os._exit(2)

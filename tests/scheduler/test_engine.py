@@ -264,10 +264,10 @@ async def test_a_full_queue_refuses_with_a_hint_and_harms_nobody() -> None:
 async def test_drain_refuses_new_requests_and_finishes_the_rest() -> None:
     async with serving() as (engine, _, router):
         engine.submit(router.outbox, submit("a", [1], 20))
-        draining = asyncio.create_task(engine.drain(10))
-        await asyncio.sleep(0)
+        engine.stop_admitting()
         engine.submit(router.outbox, submit("late", [1], 20))
-        await draining
+        async with asyncio.timeout(10):
+            await engine.wait_idle()
         await router.until(lambda: router.reasons and router.refused)
     assert len(router.tokens["a"]) == 20
     assert router.refused["late"].code == grpc.StatusCode.UNAVAILABLE.value[0]
