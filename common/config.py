@@ -103,7 +103,7 @@ def _parser(cls: type[Any], service: str, prog: str) -> argparse.ArgumentParser:
     for field in dataclasses.fields(cls):
         bounds: Bounds = field.metadata["bounds"]
         required = field.default is dataclasses.MISSING
-        default = "required" if required else f"Default: {_show(field.default)}."
+        default = "Required." if required else _default(field.default)
         text = f"{bounds.describe()} {default}"
         flag = "--" + field.name.replace("_", "-")
         if _scalar_type(cls, field.name) is bool:
@@ -114,12 +114,11 @@ def _parser(cls: type[Any], service: str, prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _show(value: object) -> str:
+def _default(value: object) -> str:
+    """Nothing for None: the option's own text says what its absence means."""
     if value is None:
-        return "chosen at start"
-    if isinstance(value, tuple):
-        return ",".join(map(str, value)) or "none"
-    return str(value) or "none"
+        return ""
+    return f"Default: {','.join(map(str, value)) if isinstance(value, tuple) else value}."
 
 
 def _yaml_section(path: Path, service: str, cls: type[Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class ServeConfig:
         "Memory for K and V, instead of what is free", default=None, unit="bytes", minimum=1
     )
     max_waiting_requests: int | None = option(
-        "Requests that may wait; more are refused", default=None, unit="requests", minimum=0
+        "Requests that may wait; more are refused", default=None, unit="requests", minimum=1
     )
     shutdown_grace: float = option(
         "How long running requests may go on after Ctrl-C or SIGTERM", default=30.0, unit="seconds", minimum=0

@@ -21,7 +21,7 @@ class Generation:
     What its client hasn't taken yet waits as one merged message per output.
 
     Attributes:
-        model_revision: Of the scheduler that accepted; another one is never taken.
+        model_revision: Of the scheduler that accepted, or the client's; another one is never taken.
         cached_tokens: Prompt tokens found in the prefix cache at the first attempt.
     """
 
@@ -36,7 +36,7 @@ class Generation:
     ) -> None:
         """`time_remaining` is the client's deadline, and `reconnect_timeout` how long an outage of all
         schedulers is borne; both in seconds."""
-        self.model_revision = ""
+        self.model_revision = request.model_revision
         self.cached_tokens = 0
         self._request = request
         self._replicas = replicas
@@ -175,10 +175,13 @@ class Generation:
             if same_model:
                 return choose(same_model)
             if candidates:
-                raise unavailable(
-                    f"the model changed from revision {self.model_revision!r} to "
-                    f"{candidates[0].welcome.model_revision!r} while the request ran; start it anew",
-                    "MODEL_CHANGED",
+                served = candidates[0].welcome.model_revision
+                raise RequestError(
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    f"the request began on model revision {self.model_revision!r} and {served!r} is served "
+                    "now; start it anew",
+                    reason="MODEL_CHANGED",
+                    field="spec.model_revision",
                 )
             await self._wait_for_replica()
 

@@ -22,7 +22,6 @@ class Output:
         self.num_tokens = 0
         self.finished = False
         self._index = index
-        self._stop_token_ids = request.stop_token_ids
         self._detokenizer = detokenizer
         self._stops = StopMatcher(request.stop_strings, include=request.include_stop_string)
 

@@ -55,6 +55,8 @@ class Request:
     n: int = 1
     # One per output when the client resumes, else none.
     prior_outputs: tuple[Prior, ...] = ()
+    # The only one to take; empty: any.
+    model_revision: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ async def validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) -
         prior_outputs=_prior_outputs(
             spec, min(room, spec.stop.max_tokens or room), stop_token_ids, limits.vocab_size
         ),
+        model_revision=spec.model_revision,
     )
 
 

@@ -41,7 +41,7 @@ class SchedulerConfig:
         minimum=2,
     )
     max_waiting_requests: int = option(
-        "Requests that may wait; more are refused", default=1024, unit="requests", minimum=0
+        "Requests that may wait; more are refused", default=1024, unit="requests", minimum=1
     )
     step_timeout: float = option(
         "A step that takes longer counts as a failure of the shard", default=120.0, unit="seconds", minimum=1

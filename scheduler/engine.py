@@ -5,8 +5,9 @@ import contextlib
 import logging
 import time
 from collections import deque
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import grpc
 
@@ -25,6 +26,8 @@ from scheduler.shard_client import ShardClient, ShardError, StepStream
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 STEPS_IN_FLIGHT: Final = 2
 RETRY_DELAY_S: Final = 0.1
 
@@ -42,6 +45,8 @@ class _Epoch:
     step: int = 0
     in_flight: deque[tuple[StepPlan, float]] = field(default_factory=deque)
     results: deque[ExecuteResponse] = field(default_factory=deque)
+    # When the oldest step in flight had the shard to itself.
+    oldest_since: float = 0.0
     failure: BaseException | None = None
 
 
@@ -95,7 +100,7 @@ class Engine:
                 grpc.StatusCode.ALREADY_EXISTS, f"request {submit_key(submit)} is here already"
             )
         limit = self.config.max_waiting_requests
-        if len(scheduler.waiting) >= max(limit, 1) and not submit.prior_outputs:
+        if len(scheduler.waiting) >= limit and not submit.prior_outputs:
             message = f"{len(scheduler.waiting)} requests wait already; the limit is {limit}"
             raise RefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, retry_delay_s=retry_delay)
         self._submitted += 1
@@ -168,17 +173,16 @@ class Engine:
                 description = await self._shard.describe()
                 limits = self._resolve(description)
                 number = description.epoch + 1
-                await self._shard.configure(
-                    ConfigureRequest(
-                        protocol_version=PROTOCOL_VERSION,
-                        epoch=number,
-                        num_blocks=limits.num_blocks,
-                        block_size=limits.block_size,
-                        max_num_seqs=limits.max_num_seqs,
-                        max_num_batched_tokens=limits.max_num_batched_tokens,
-                        max_model_len=limits.max_model_len,
-                    )
+                configuration = ConfigureRequest(
+                    protocol_version=PROTOCOL_VERSION,
+                    epoch=number,
+                    num_blocks=limits.num_blocks,
+                    block_size=limits.block_size,
+                    max_num_seqs=limits.max_num_seqs,
+                    max_num_batched_tokens=limits.max_num_batched_tokens,
+                    max_model_len=limits.max_model_len,
                 )
+                await self._ticking(self._shard.configure(configuration))
             except ShardError as error:
                 if str(error) != reason:
                     reason = str(error)
@@ -189,6 +193,17 @@ class Engine:
             self._adopt(description, limits)
             log.info("epoch %d: %d blocks of %d tokens", number, limits.num_blocks, limits.block_size)
             return _Epoch(number, self._shard.execute())
+
+    async def _ticking(self, slow: Coroutine[Any, Any, T]) -> T:
+        """Awaits what may take minutes, such as a shard's warm-up, which is no stall of this process."""
+        task = asyncio.ensure_future(slow)
+        try:
+            while not task.done():
+                self._probes.tick()
+                await asyncio.wait({task}, timeout=1.0)
+            return task.result()
+        finally:
+            task.cancel()
 
     def _adopt(self, description: DescribeResponse, limits: Limits) -> None:
         if self.scheduler and (description.model_revision, limits) != (
@@ -271,10 +286,9 @@ class Engine:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await self._wake.wait()
-        if not epoch.results and epoch.in_flight:
-            oldest_sent = epoch.in_flight[0][1]
-            if time.monotonic() - oldest_sent > self.config.step_timeout:
-                raise ShardError(f"a step took longer than {self.config.step_timeout:g} s")
+        waited = time.monotonic() - epoch.oldest_since
+        if epoch.in_flight and not epoch.results and waited > self.config.step_timeout:
+            raise ShardError(f"a step took longer than {self.config.step_timeout:g} s")
 
     async def _send_step(self, epoch: _Epoch) -> bool:
         assert self.scheduler  # noqa: S101
@@ -287,7 +301,10 @@ class Engine:
         metrics.observe_plan(plan, time.perf_counter() - started)
         plan.command.epoch, plan.command.step = epoch.number, epoch.step
         epoch.step += 1
-        epoch.in_flight.append((plan, time.monotonic()))
+        now = time.monotonic()
+        if not epoch.in_flight:
+            epoch.oldest_since = now
+        epoch.in_flight.append((plan, now))
         await epoch.stream.send(plan.command)
         return True
 
@@ -300,7 +317,8 @@ class Engine:
         if (response.epoch, response.step, len(response.sampled)) != expected:
             raise ShardError(f"a result of (epoch, step, tokens) other than the expected {expected}")
         epoch.in_flight.popleft()
-        metrics.STEP_SECONDS.observe(time.monotonic() - sent)
+        epoch.oldest_since = time.monotonic()
+        metrics.STEP_SECONDS.observe(epoch.oldest_since - sent)
         outputs = self.scheduler.process(plan, response)
         load = self.load()
         for output in outputs:

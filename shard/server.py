@@ -123,14 +123,14 @@ def serve(config: ShardConfig) -> None:
     deadline = None
     while deadline is None or (service.streaming and time.monotonic() < deadline):
         probes.tick()
-        if service.configured.is_set() and not probes.ready:
-            probes.ready = True
-            _set_serving(health, True)
+        ready = service.configured.is_set() and deadline is None
+        if ready != probes.ready:
+            probes.ready = ready
+            _set_serving(health, ready)
         if deadline is not None:
             time.sleep(0.05)
         elif stop_asked.wait(0.2):
             deadline = time.monotonic() + config.shutdown_grace
-            _set_serving(health, False)
     server.stop(0)
 
 

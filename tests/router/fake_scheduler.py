@@ -91,6 +91,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         logprobs: Sequence[PositionLogprobs] = (),
         cached_tokens: int = 0,
         outstanding_tokens: int = 0,
+        output_index: int = 0,
     ) -> None:
         """One step's output for one request."""
         sequence = pb.SequenceOutput(
@@ -99,6 +100,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             finish_reason=finish,
             logprobs=logprobs,
             cached_tokens=cached_tokens,
+            output_index=output_index,
         )
         load = pb.Load(outstanding_tokens=outstanding_tokens)
         self._outbox.put_nowait(pb.ServeResponse(outputs=pb.StepOutputs(sequences=[sequence], load=load)))

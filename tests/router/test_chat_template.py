@@ -6,6 +6,7 @@ import pytest
 
 from router.chat_template import ChatTemplate, ChatTemplateError
 from router.model_files import ModelFiles
+from router.tokenizer import Tokenizer
 from tests.router.models import CHAT_TEMPLATE, write_model
 
 LLAMA2 = """{% if messages[0]['role'] == 'system' %}
@@ -80,10 +81,13 @@ def test_continues_the_final_message_as_transformers_does(
 def test_smollm2_template_and_tokens_equal_transformers(smollm2: Any, tmp_path: Path) -> None:
     smollm2.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
-    ours = ChatTemplate(ModelFiles.read(tmp_path))
+    files = ModelFiles.read(tmp_path)
+    template, tokenizer = ChatTemplate(files), Tokenizer(files)
     for chat in CHATS:
-        expected = smollm2.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        assert ours.render(chat, max_bytes=1 << 20) == expected
+        text = template.render(chat, max_bytes=1 << 20)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert text == smollm2.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert ids == smollm2.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
 
 
 @pytest.mark.parametrize(

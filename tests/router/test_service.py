@@ -336,8 +336,15 @@ async def test_another_model_revision_is_not_taken(client: Client) -> None:
     client.scheduler.welcome.model_revision = "r2"
     client.scheduler.drop()
     error = await error_of(call)
-    assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "from revision 'r1' to 'r2'" in (error.details() or "")
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "'r1' and 'r2' is served" in (error.details() or "")
+
+
+async def test_a_client_is_not_resumed_on_another_model(client: Client) -> None:
+    error = await error_of(generate(client, spec(model_revision="r0")))
+
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert client.scheduler.submits.empty()
 
 
 async def test_a_scheduler_that_stays_away_is_unavailable_in_the_end(start_router: StartRouter) -> None:
@@ -390,6 +397,20 @@ async def test_all_replicas_full_is_resource_exhausted_with_a_hint(client: Clien
     assert detail(error, error_details_pb2.RetryInfo).retry_delay.seconds == 3
 
 
+async def test_a_refusal_that_may_pass_has_a_hint_of_its_own(client: Client) -> None:
+    call = generate(client, spec())
+    await client.scheduler.refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "queue is full")
+    assert detail(await error_of(call), error_details_pb2.RetryInfo).retry_delay.seconds == 1
+
+
+async def test_an_output_that_was_not_asked_for_harms_nothing(client: Client) -> None:
+    call = generate(client, spec(), timeout=10)
+    submit = await client.scheduler.accept()
+    client.scheduler.send(submit, ids("zebra"), LENGTH, output_index=7)
+    client.scheduler.send(submit, ids("fox"), LENGTH)
+    assert (await call).outputs[0].text == "fox"
+
+
 async def test_the_replica_with_fewer_outstanding_tokens_is_chosen(start_router: StartRouter) -> None:
     client = await start_router([FakeScheduler(), FakeScheduler()])
     calls = [generate(client, spec())]
@@ -414,7 +435,7 @@ async def test_a_draining_replica_gets_nothing_new_and_finishes_what_it_has(
     await client.router.replicas.wait_change()
     for _ in range(2):
         call = generate(client, spec())
-        there.send(await there.accept(), [EOS], STOP)
+        there.send(await there.accept(), [EOS], STOP, outstanding_tokens=100_000)
         await call
     here.send(submit, ids("fox"), LENGTH)
     assert (await running).outputs[0].text == "fox"

@@ -1,0 +1,125 @@
+"""Writes the tables of docs/operations.md that the code knows better: `python -m tests.docs.generate`.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; the test beside this file compares.
+"""
+
+import dataclasses
+import re
+import types
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from prometheus_client.metrics import MetricWrapperBase
+
+import router.metrics
+import scheduler.metrics
+import shard.metrics
+from common.config import Bounds
+from launcher.config import ChatConfig, ServeConfig
+from router.config import RouterConfig
+from scheduler.config import SchedulerConfig
+from shard.config import ShardConfig
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "operations.md"
+# By the name in PAGODA_<NAME>_…, which is also the YAML section.
+CONFIGS: dict[str, type[Any]] = {
+    "launcher": ServeConfig,
+    "chat": ChatConfig,
+    "router": RouterConfig,
+    "scheduler": SchedulerConfig,
+    "shard": ShardConfig,
+}
+METRICS: dict[str, types.ModuleType] = {
+    "router": router.metrics,
+    "scheduler": scheduler.metrics,
+    "shard": shard.metrics,
+}
+_TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def flag(name: str) -> str:
+    """The flag of a dataclass field."""
+    return "--" + name.replace("_", "-")
+
+
+def flag_table(config: type[Any]) -> str:
+    """One row per option of a process."""
+    hints = get_type_hints(config)
+    rows = [
+        (f"`{flag(field.name)}`", _default(field), _values(field, hints[field.name]), _bounds(field).help)
+        for field in dataclasses.fields(config)
+    ]
+    return _table(("Flag", "Default", "Values", "Meaning"), rows)
+
+
+def metric_table(module: types.ModuleType) -> str:
+    """One row per metric that a process's module defines."""
+    found = [value for value in vars(module).values() if isinstance(value, MetricWrapperBase)]
+    rows = []
+    for metric in found:
+        (described,) = metric.describe()
+        name = described.name + ("_total" if described.type == "counter" else "")
+        labels = ", ".join(f"`{label}`" for label in metric._labelnames)
+        rows.append((f"`{name}`", described.type, labels, described.documentation.rstrip(".")))
+    return _table(("Metric", "Type", "Labels", "Meaning"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    **{f"flags of {name}": partial(flag_table, config) for name, config in CONFIGS.items()},
+    **{f"metrics of {name}": partial(metric_table, module) for name, module in METRICS.items()},
+}
+
+
+def generated(text: str) -> str:
+    """`text` with every table as the code has it now."""
+    return _TABLE.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
+
+
+def tables_in(text: str) -> list[str]:
+    """The names of the tables that `text` has a place for."""
+    return [match[2] for match in _TABLE.finditer(text)]
+
+
+def _bounds(field: "dataclasses.Field[Any]") -> Bounds:
+    bounds: Bounds = field.metadata["bounds"]
+    return bounds
+
+
+def _default(field: "dataclasses.Field[Any]") -> str:
+    if field.default is dataclasses.MISSING:
+        return "required"
+    if isinstance(field.default, bool):
+        return "on" if field.default else "off"
+    if isinstance(field.default, float):
+        return f"`{field.default:g}`"
+    return "unset" if field.default is None else f"`{field.default}`"
+
+
+def _values(field: "dataclasses.Field[Any]", kind: Any) -> str:
+    bounds = _bounds(field)
+    if bounds.choices:
+        return ", ".join(f"`{choice}`" for choice in bounds.choices)
+    if kind == tuple[str, ...]:
+        return "comma-separated"
+    limits = ""
+    if bounds.minimum is not None and bounds.maximum is not None:
+        limits = f"{_number(bounds.minimum)} to {_number(bounds.maximum)}"
+    elif bounds.minimum is not None:
+        limits = f"at least {_number(bounds.minimum)}"
+    return f"{limits} {bounds.unit}".strip()
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(generated(DOCUMENT.read_text()))
