@@ -1,17 +1,12 @@
 """What a process says of itself over HTTP: `/metrics`, `/startupz`, `/livez`, `/readyz`."""
 
-import errno
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterable
-from socketserver import ThreadingMixIn
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from collections.abc import Iterable
+from wsgiref.types import StartResponse, WSGIEnvironment
 
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, disable_created_metrics, generate_latest
 
-from common.rpc import AddressError, split_host_port
+from common.http import serve_http
 
 # A gauge beside every counter and histogram, which nobody asked for.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -40,23 +35,6 @@ class Probes:
         return time.monotonic() - self._last_tick < self._stall_limit_s
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    allow_reuse_address = True
-    request_queue_size = 64
-
-
-class _Server6(_Server):
-    address_family = socket.AF_INET6
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = 10
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Probes come every few seconds; their lines would drown the log."""
-
-
 def serve_probes(address: str, probes: Probes) -> int:
     """Serves `--metrics-address` on a daemon thread; returns the bound port.
 
@@ -64,7 +42,7 @@ def serve_probes(address: str, probes: Probes) -> int:
         AddressError: the address is malformed or taken; the message names the option.
     """
 
-    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
         if path == "/metrics":
             start_response("200 OK", [("Content-Type", CONTENT_TYPE_LATEST)])
@@ -79,14 +57,4 @@ def serve_probes(address: str, probes: Probes) -> int:
         start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
         return [body.encode()]
 
-    try:
-        host, port = split_host_port(address)
-        server = (_Server6 if ":" in host else _Server)((host, port), _Handler)
-    except AddressError as error:
-        raise AddressError(f"--metrics-address {error}") from error
-    except OSError as error:
-        reason = "already in use" if error.errno == errno.EADDRINUSE else error.strerror
-        raise AddressError(f"--metrics-address {address}: {reason}") from error
-    server.set_app(app)
-    threading.Thread(target=server.serve_forever, name="probes", daemon=True).start()
-    return int(server.server_port)
+    return serve_http("--metrics-address", address, app)

@@ -28,17 +28,24 @@ def write_kv(
     value_cache.view(-1, *heads).index_copy_(0, slot_mapping, value)
 
 
-def copy_blocks(caches: Sequence[tuple[Tensor, Tensor]], sources: Tensor, destinations: Tensor) -> None:
-    """Copies whole blocks inside each layer's K and V cache, in place, for copy-on-write.
+def copy_blocks(
+    source_caches: Sequence[tuple[Tensor, Tensor]],
+    destination_caches: Sequence[tuple[Tensor, Tensor]],
+    sources: Sequence[int],
+    destinations: Sequence[int],
+) -> None:
+    """Copies whole blocks of each layer's K and V, in place: copy-on-write within a tier, swaps between two.
 
-    `caches`: per layer K and V, `[num_blocks, ...]`. `sources`, `destinations`: `[num_copies]` int64 physical
-    blocks, no destination twice. All sources are read before any destination is written.
+    Caches: per layer K and V, `[num_blocks, ...]`; both may be the same. `sources`, `destinations`: physical
+    blocks, no destination twice. All sources are read before any destination is written. Between devices,
+    blocks travel in one copy per cache, which the current stream orders before later kernels.
     Raises `IndexError` for a block outside the cache.
-    Source: PagedAttention (arXiv 2309.06180), sections 4.4 and 5.1, fused block copy.
+    Source: PagedAttention (arXiv 2309.06180), sections 4.4, 4.5 and 5.1, fused block copy and swap.
     """
-    for layer in caches:
-        for cache in layer:
-            cache.index_copy_(0, destinations, cache.index_select(0, sources))
+    for source_layer, destination_layer in zip(source_caches, destination_caches, strict=True):
+        for source, destination in zip(source_layer, destination_layer, strict=True):
+            moved = source[torch.tensor(sources, device=source.device)].to(destination.device)
+            destination.index_copy_(0, torch.tensor(destinations, device=destination.device), moved)
 
 
 def paged_attention(

@@ -16,11 +16,14 @@ CLOSING_S = 5.0
 SHARD_OPTIONS = ("dtype", "device", "kv_cache_memory_bytes")
 SCHEDULER_OPTIONS = (
     "block_size",
+    "enable_prefix_caching",
     "max_model_len",
     "max_num_batched_tokens",
     "max_num_seqs",
     "max_waiting_requests",
     "num_gpu_blocks_override",
+    "preemption_mode",
+    "swap_space",
 )
 
 
@@ -44,7 +47,7 @@ def child_specs(
 ) -> list[ChildSpec]:
     """The three processes, in the order in which they are to be stopped.
 
-    `addresses` holds the four addresses by option name, with real ports.
+    `addresses` holds the addresses by option name, with real ports; that of the block map if it is wanted.
     """
     scheduler, shard = f"unix:{sockets}/scheduler", f"unix:{sockets}/shard-0"
     own: dict[str, dict[str, object]] = {
@@ -54,6 +57,7 @@ def child_specs(
             "scheduler-addresses": scheduler,
             "listen-address": addresses["listen-address"],
             "shutdown-grace": config.shutdown_grace,
+            **{name: value for name, value in addresses.items() if name == "block-map-address"},
         },
         "scheduler": {
             "shard-addresses": shard,
@@ -69,7 +73,7 @@ def child_specs(
     specs = []
     for name, options in own.items():
         options = {**options, **shared, "metrics-address": addresses[f"{name}-metrics-address"]}
-        flags = [word for option, value in options.items() for word in (f"--{option}", str(value))]
+        flags = [word for option, value in options.items() for word in _flag(option, value)]
         specs.append(
             ChildSpec(
                 name,
@@ -80,6 +84,12 @@ def child_specs(
             )
         )
     return specs
+
+
+def _flag(option: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, bool):
+        return (f"--{option}" if value else f"--no-{option}",)
+    return (f"--{option}", str(value))
 
 
 def _given(config: ServeConfig, options: tuple[str, ...]) -> dict[str, object]:

@@ -25,6 +25,9 @@ class ServeConfig:
         "Scheduler's /metrics and probes, HOST:PORT", default="127.0.0.1:9102"
     )
     shard_metrics_address: str = option("Shard's /metrics and probes, HOST:PORT", default="127.0.0.1:9103")
+    block_map_address: str | None = option(
+        "Where the block map is served as a web page, HOST:PORT; by default nowhere", default=None
+    )
     dtype: str | None = option(
         "Weights and computation", default=None, choices=("auto", "float32", "bfloat16", "float16")
     )
@@ -43,6 +46,13 @@ class ServeConfig:
     )
     kv_cache_memory_bytes: int | None = option(
         "Memory for K and V, instead of what is free", default=None, unit="bytes", minimum=1
+    )
+    enable_prefix_caching: bool | None = option("Share KV blocks of equal prefixes", default=None)
+    swap_space: float | None = option(
+        "Host memory for blocks of preempted requests", default=None, unit="GiB", minimum=0
+    )
+    preemption_mode: str | None = option(
+        "How preempted requests come back", default=None, choices=("auto", "recompute", "swap")
     )
     max_waiting_requests: int | None = option(
         "Requests that may wait; more are refused", default=None, unit="requests", minimum=1

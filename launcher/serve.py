@@ -33,12 +33,13 @@ def main(argv: list[str]) -> int:
     config_file = configuration.config_path(SERVICE, argv)
     model = Path(config.model).expanduser().resolve() if config.model else embedded_model.embedded_gguf()
     preflight.check_model(model)
-    addresses = preflight.claim_addresses(
-        {
-            "listen-address": config.listen_address,
-            **{f"{name}-metrics-address": getattr(config, f"{name}_metrics_address") for name in METRICS},
-        }
-    )
+    wanted = {
+        "listen-address": config.listen_address,
+        **{f"{name}-metrics-address": getattr(config, f"{name}_metrics_address") for name in METRICS},
+    }
+    if config.block_map_address:
+        wanted["block-map-address"] = config.block_map_address
+    addresses = preflight.claim_addresses(wanted)
     return asyncio.run(_serve(config, config_file, model, addresses))
 
 
@@ -117,12 +118,14 @@ def _welcome(name: str, addresses: Mapping[str, str], seconds: float) -> str:
     python = (
         os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
     )
+    block_map = addresses.get("block-map-address")
     to = "" if listen == ServeConfig.listen_address else f" --address {dialable(listen)}"
     return "\n".join(
         [
             f"Pagoda serves {name} after {seconds:.1f} s.",
             f"  gRPC     {listen}",
             *(f"  metrics  http://{addresses[f'{one}-metrics-address']}/metrics  ({one})" for one in METRICS),
+            *([f"  blocks   http://{dialable(block_map)}/"] if block_map else []),
             "Ask it something from another terminal:",
             f'  {python} -m launcher chat{to} --prompt "Why is the sky blue?"',
             "Ctrl-C stops it.",

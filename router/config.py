@@ -16,6 +16,9 @@ class RouterConfig:
     )
     listen_address: str = option("Where clients connect, HOST:PORT or unix:PATH", default="127.0.0.1:50051")
     metrics_address: str = option("Where /metrics and the probes are served", default="127.0.0.1:9101")
+    block_map_address: str | None = option(
+        "Where the block map is served as a web page, HOST:PORT; by default nowhere", default=None
+    )
     max_prompt_bytes: int = option(
         "UTF-8 bytes of one prompt, before and after the chat template",
         default=1024 * 1024,

@@ -138,6 +138,8 @@ class Generation:
             pending.token_ids.extend(output.token_ids)
             pending.logprobs.extend(output.logprobs)
             pending.finish_reason = output.finish_reason
+            if output.HasField("score"):
+                pending.score = output.score
         else:
             self._pending[index] = output
         if all(self._finished) and self._connection is not None:
@@ -206,6 +208,9 @@ class Generation:
             max_tokens=request.max_tokens,
             stop_token_ids=sorted(request.stop_token_ids),
             n=request.n,
+            beam_search=request.beam_search,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
             trace_context=self._trace_context,
             age=_duration(time.monotonic() - self._arrival),
             model_revision=self.model_revision,

@@ -36,8 +36,8 @@ class Output:
             self._stops.push(self._detokenizer.push(token_id))
         self.finished = finished
         if self._stops.matched is not None and not finished:
-            message = f"hold the stop string {self._stops.matched!r}: set finished"
-            raise invalid(f"spec.prior_outputs[{self._index}].token_ids", message)
+            message = f"output {self._index} holds the stop string {self._stops.matched!r}: set finished"
+            raise invalid("spec.prior_outputs", message)
 
     def add(self, arrived: SequenceOutput) -> OutputDelta:
         """What the tokens that arrived make certain."""
@@ -62,6 +62,8 @@ class Output:
             delta.stop_string = self._stops.matched
         elif arrived.finish_reason == FinishReason.FINISH_REASON_STOP and count:
             delta.stop_token_id = arrived.token_ids[-1]
+        if arrived.HasField("score"):
+            delta.score = arrived.score
         delta.text = "".join(texts)
         self.finished = delta.finish_reason != 0
         return delta

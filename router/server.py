@@ -12,6 +12,7 @@ from common import rpc
 from common.lifecycle import stop_event
 from common.probes import Probes, serve_probes
 from common.rpc import AddressError
+from router.block_map import serve_block_map
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig
 from router.model_files import ModelFiles
@@ -115,6 +116,9 @@ async def run(config: RouterConfig) -> None:
     stop = stop_event()
     router = Router(config)
     serve_probes(config.metrics_address, router.probes)
+    if config.block_map_address:
+        port = serve_block_map(config.block_map_address, config.scheduler_addresses)
+        _log.info("block map on http://%s:%d/", config.block_map_address.rpartition(":")[0], port)
     await router.start()
     unix = config.listen_address.startswith("unix:")
     address = config.listen_address if unix else f"{config.listen_address.rpartition(':')[0]}:{router.port}"

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import grpc
 
-from pagoda.v1.inference_pb2 import GenerateSpec, StopConditions
+from pagoda.v1.inference_pb2 import BeamSearch, GenerateSpec, StopConditions
 from pagoda.v1.sampling_pb2 import SamplingParams
 from router.errors import RequestError, invalid, unserved
 from router.prompt import PromptEncoder
@@ -18,6 +18,10 @@ MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_BYTES: Final = 1024
 MAX_STOP_TOKENS: Final = 128
 MAX_LOGPROBS: Final = 20
+MAX_OUTPUTS: Final = 128
+MAX_BEAM_WIDTH: Final = 32
+MAX_PRIORITY: Final = 1000
+MAX_CACHE_SALT_BYTES: Final = 128
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,10 @@ class Request:
     # The model's end-of-sequence tokens, unless they are ignored, and the client's own.
     stop_token_ids: frozenset[int]
     n: int = 1
+    beam_search: BeamSearch | None = None
+    # Lower ones first.
+    priority: int = 0
+    cache_salt: str = ""
     # One per output when the client resumes, else none.
     prior_outputs: tuple[Prior, ...] = ()
     # The only one to take; empty: any.
@@ -94,6 +102,9 @@ async def validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) -
         raise RequestError(grpc.StatusCode.NOT_FOUND, message, reason="MODEL_NOT_FOUND", field="spec.model")
     request_id = _request_id(spec.request_id)
     _refuse_unserved(spec)
+    _check_scheduling(spec)
+    n = _n(spec)
+    beam_search = _beam_search(spec, n)
     sampling = _sampling(spec.sampling)
     stop_token_ids = _stop_token_ids(spec.stop, limits)
     stop_strings = _stop_strings(spec.stop)
@@ -121,6 +132,10 @@ async def validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) -
         prior_outputs=_prior_outputs(
             spec, min(room, spec.stop.max_tokens or room), stop_token_ids, limits.vocab_size
         ),
+        n=n,
+        beam_search=beam_search,
+        priority=spec.priority,
+        cache_salt=spec.cache_salt,
         model_revision=spec.model_revision,
     )
 
@@ -142,19 +157,46 @@ def _request_id(given: str) -> str:
 
 
 def _refuse_unserved(spec: GenerateSpec) -> None:
-    if spec.HasField("n") and spec.n < 1:
-        raise invalid("spec.n", "0 must be at least 1")
-    unserved_fields = {
-        "n": spec.HasField("n") and spec.n > 1,
-        "beam_search": spec.HasField("beam_search"),
-        "constraint": spec.HasField("constraint"),
-        "adapter": spec.adapter,
-        "priority": spec.priority,
-        "cache_salt": spec.cache_salt,
-    }
-    for name, given in unserved_fields.items():
+    for name, given in (("constraint", spec.HasField("constraint")), ("adapter", spec.adapter)):
         if given:
             raise unserved(f"spec.{name}")
+
+
+def _n(spec: GenerateSpec) -> int:
+    if spec.HasField("n") and not 1 <= spec.n <= MAX_OUTPUTS:
+        raise invalid("spec.n", f"{spec.n} must be at least 1 and at most {MAX_OUTPUTS}")
+    return spec.n or 1
+
+
+def _beam_search(spec: GenerateSpec, n: int) -> BeamSearch | None:
+    """Its defaults filled in; it takes no sampling parameters, which it would have no use for."""
+    if not spec.HasField("beam_search"):
+        return None
+    given, field = spec.beam_search, "spec.beam_search"
+    if not n <= given.beam_width <= MAX_BEAM_WIDTH:
+        message = f"{given.beam_width} must be at least n, which is {n}, and at most {MAX_BEAM_WIDTH}"
+        raise invalid(f"{field}.beam_width", message)
+    penalty = given.length_penalty if given.HasField("length_penalty") else 1.0
+    _Range(1, -10, 10).check(penalty, f"{field}.length_penalty")
+    for descriptor, _ in spec.sampling.ListFields():
+        if descriptor.name != "seed":
+            raise invalid(
+                f"spec.sampling.{descriptor.name}", "has no meaning in a beam search; leave it unset"
+            )
+    if spec.stop.strings:
+        raise invalid("spec.stop.strings", "don't go with a beam search; give token_ids")
+    return BeamSearch(
+        beam_width=given.beam_width, length_penalty=penalty, early_stopping=given.early_stopping
+    )
+
+
+def _check_scheduling(spec: GenerateSpec) -> None:
+    if abs(spec.priority) > MAX_PRIORITY:
+        message = f"{spec.priority} must be at least -{MAX_PRIORITY} and at most {MAX_PRIORITY}"
+        raise invalid("spec.priority", message)
+    size = len(spec.cache_salt.encode())
+    if size > MAX_CACHE_SALT_BYTES:
+        raise invalid("spec.cache_salt", f"{size} bytes long, at most {MAX_CACHE_SALT_BYTES} are taken")
 
 
 def _sampling(given: SamplingParams) -> SamplingParams:

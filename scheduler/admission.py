@@ -10,6 +10,8 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from pagoda.scheduler.v1.scheduler_pb2 import RequestRefused, Submit
+from scheduler.beam_search import BeamSearch
+from scheduler.block_hash import root_hash
 from scheduler.outbox import Outbox
 from scheduler.request import Request, Sequence, State
 from scheduler.scheduler import Limits
@@ -40,9 +42,9 @@ def seconds(duration: Duration) -> float:
 
 
 def make_request(
-    submit: Submit, outbox: Outbox, limits: Limits, model_revision: str, rank: tuple[float, int]
+    submit: Submit, outbox: Outbox, limits: Limits, model_revision: str, arrival: tuple[float, int]
 ) -> Request:
-    """Checks a Submit and builds its request.
+    """Checks a Submit and builds its request. `arrival` is (monotonic seconds, submission number).
 
     Raises:
         RefusedError: it can't be served here.
@@ -62,31 +64,70 @@ def make_request(
         raise RefusedError(invalid, message, "spec.prompt")
     _check_vocabulary(submit.prompt_token_ids, limits, "spec.prompt")
     for field, wanted in (
-        ("spec.n", submit.n > 1),
-        ("spec.beam_search", submit.HasField("beam_search")),
         ("spec.constraint", submit.HasField("constraint")),
         ("spec.adapter", bool(submit.adapter)),
-        ("spec.priority", bool(submit.priority)),
-        ("spec.cache_salt", bool(submit.cache_salt)),
     ):
         if wanted:
             raise RefusedError(grpc.StatusCode.UNIMPLEMENTED, f"{field} is not served yet", field)
 
-    request = Request(submit_key(submit), outbox, submit, rank, frozenset(submit.stop_token_ids))
-    max_length = _max_length(submit, limits)
-    sequence = Sequence(request, 0, list(submit.prompt_token_ids), max_length)
-    for prior in submit.prior_outputs:
-        if prior.index != 0:
-            raise RefusedError(invalid, f"index {prior.index} is not below n = 1", "spec.prior_outputs")
-        _check_vocabulary(prior.token_ids, limits, "spec.prior_outputs")
-        if len(prior.token_ids) >= max_length - prompt_length and not prior.finished:
-            message = f"{len(prior.token_ids)} prior tokens leave none of {max_length - prompt_length}"
-            raise RefusedError(invalid, message, "spec.prior_outputs")
+    width = max(submit.n, submit.beam_search.beam_width, 1)
+    if width > limits.max_num_seqs:
+        field = "spec.beam_search.beam_width" if submit.beam_search.beam_width > submit.n else "spec.n"
+        raise RefusedError(invalid, f"{width} is above max_num_seqs, which is {limits.max_num_seqs}", field)
+    max_length = _max_length(submit, limits, width)
+    request = Request(
+        submit_key(submit),
+        outbox,
+        submit,
+        (submit.priority, *arrival),
+        frozenset(submit.stop_token_ids),
+        _root_hash(submit, limits, arrival),
+    )
+    if submit.HasField("beam_search"):
+        request.beams = BeamSearch(
+            width,
+            submit.beam_search.length_penalty,
+            submit.beam_search.early_stopping,
+            request.stop_token_ids,
+            max_length - prompt_length,
+        )
+        # Resumed or not, it begins anew: only the scheduler that it ran on knew the beams.
+        request.sequences = [Sequence(request, 0, list(submit.prompt_token_ids), max_length)]
+        return request
+    request.sequences = [
+        Sequence(request, index, list(submit.prompt_token_ids), max_length) for index in range(width)
+    ]
+    _resume(request, limits)
+    if not any(prior.token_ids for prior in submit.prior_outputs):
+        # One computes the prompt, the others begin as its copies.
+        going_on = [s for s in request.sequences if s.state is State.WAITING]
+        for sequence in going_on[1:]:
+            sequence.state = State.FORKING
+    return request
+
+
+def _resume(request: Request, limits: Limits) -> None:
+    """Gives outputs what earlier attempts made of them."""
+    for prior in request.submit.prior_outputs:
+        field = "spec.prior_outputs"
+        if prior.index >= len(request.sequences):
+            message = f"index {prior.index} is not below n, which is {len(request.sequences)}"
+            raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, message, field)
+        _check_vocabulary(prior.token_ids, limits, field)
+        sequence = request.sequences[prior.index]
+        room = sequence.max_length - request.prompt_length
+        if len(prior.token_ids) >= room and not prior.finished:
+            message = f"{len(prior.token_ids)} prior tokens leave none of {room}"
+            raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, message, field)
         sequence.token_ids += prior.token_ids
         if prior.finished:
             sequence.state = State.FINISHED
-    request.sequences = [sequence]
-    return request
+
+
+def _root_hash(submit: Submit, limits: Limits, arrival: tuple[float, int]) -> bytes:
+    """Without prefix caching, a request finds its own blocks alone: its sequences share all the same."""
+    own = "" if limits.prefix_caching else f"request {arrival[1]}"
+    return root_hash(submit.adapter, submit.tenant, submit.cache_salt, own)
 
 
 def submit_key(submit: Submit) -> tuple[str, int]:
@@ -94,17 +135,31 @@ def submit_key(submit: Submit) -> tuple[str, int]:
     return submit.key.request_id, submit.key.attempt
 
 
-def _max_length(submit: Submit, limits: Limits) -> int:
-    """Prompt and output tokens at most. The last token is never computed, so it needs no slot."""
+def _max_length(submit: Submit, limits: Limits, width: int) -> int:
+    """Prompt and output tokens at most, of each sequence.
+
+    All of them must fit the pool together: full blocks of the prompt once, what comes after once for each.
+    The last token is never computed, so it needs no slot.
+    """
     prompt_length = len(submit.prompt_token_ids)
-    pool_length = limits.num_blocks * limits.block_size + 1
-    if prompt_length >= pool_length:
-        message = f"the prompt has {prompt_length} tokens; the whole KV pool holds {pool_length - 1}"
+    shared = prompt_length // limits.block_size if width > 1 else 0
+    pool_length = (shared + (limits.num_blocks - shared) // width) * limits.block_size + 1
+    outputs = f" for {width} sequences" if width > 1 else ""
+    if limits.num_blocks < shared or prompt_length >= pool_length:
+        message = (
+            f"the prompt has {prompt_length} tokens; the whole KV pool holds "
+            f"{max(pool_length - 1, 0)} in each of {width} sequences"
+            if width > 1
+            else f"the prompt has {prompt_length} tokens; the whole KV pool holds {pool_length - 1}"
+        )
         raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, message, "spec.prompt")
     if not submit.max_tokens:
         return min(limits.max_model_len, pool_length)
     max_length = prompt_length + submit.max_tokens
-    for limit, name in ((limits.max_model_len, "max_model_len is"), (pool_length, "the KV pool holds")):
+    for limit, name in (
+        (limits.max_model_len, "max_model_len is"),
+        (pool_length, f"the KV pool{outputs} holds"),
+    ):
         if max_length > limit:
             message = (
                 f"max_tokens {submit.max_tokens} after a prompt of {prompt_length} tokens is {max_length}; "

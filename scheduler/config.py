@@ -40,6 +40,17 @@ class SchedulerConfig:
         unit="tokens",
         minimum=2,
     )
+    enable_prefix_caching: bool = option(
+        "Let requests share KV blocks of equal prefixes, also after they ended", default=True
+    )
+    swap_space: float = option(
+        "Host memory of each shard for blocks of preempted requests", default=0.0, unit="GiB", minimum=0
+    )
+    preemption_mode: str = option(
+        "How preempted requests come back; auto recomputes one sequence and swaps several",
+        default="auto",
+        choices=("auto", "recompute", "swap"),
+    )
     max_waiting_requests: int = option(
         "Requests that may wait; more are refused", default=1024, unit="requests", minimum=1
     )

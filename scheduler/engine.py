@@ -19,10 +19,12 @@ from pagoda.v1.inference_pb2 import FinishReason
 from scheduler import metrics
 from scheduler.admission import RefusedError, make_request, seconds, submit_key
 from scheduler.config import SchedulerConfig
+from scheduler.invariants import check
 from scheduler.outbox import Outbox
-from scheduler.request import Request
-from scheduler.scheduler import Limits, Scheduler, StepPlan, TokenOutput, blame
+from scheduler.request import Request, Sequence, State
+from scheduler.scheduler import Limits, Scheduler, SequenceResult, blame
 from scheduler.shard_client import ShardClient, ShardError, StepStream
+from scheduler.step_plan import StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,7 @@ class Engine:
         self._idle.set()
         self._submitted = 0
         self._draining = False
+        self._checked_step = 0
 
     # What routers ask for.
 
@@ -104,15 +107,17 @@ class Engine:
             message = f"{len(scheduler.waiting)} requests wait already; the limit is {limit}"
             raise RefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, retry_delay_s=retry_delay)
         self._submitted += 1
-        rank = (time.monotonic() - seconds(submit.age), self._submitted)
-        return make_request(submit, outbox, scheduler.limits, self.description.model_revision, rank)
+        arrival = (time.monotonic() - seconds(submit.age), self._submitted)
+        return make_request(submit, outbox, scheduler.limits, self.description.model_revision, arrival)
 
     def abort(self, outbox: Outbox, abort: Abort) -> None:
         """Ends a request; its blocks are free when this returns. Unknown ones have ended by themselves."""
+        one_output = abort.HasField("output_index")
         if request := self._requests.get((outbox, (abort.key.request_id, abort.key.attempt))):
-            for sequence in request.sequences:
-                if not abort.HasField("output_index") or abort.output_index == sequence.output_index:
-                    self._end_sequence(request, sequence.output_index, "abort")
+            for sequence in list(request.sequences):
+                # Beams come and go; they are ended together.
+                if request.beams or abort.output_index == sequence.output_index or not one_output:
+                    self._end_sequence(sequence, "abort")
 
     def detach(self, outbox: Outbox) -> None:
         """The router is gone: so are its requests."""
@@ -121,17 +126,18 @@ class Engine:
                 request_id, attempt = key
                 self.abort(outbox, Abort(key=RequestKey(request_id=request_id, attempt=attempt)))
 
-    def _end_sequence(self, request: Request, output_index: int, reason: str) -> None:
+    def _end_sequence(self, sequence: Sequence, reason: str) -> None:
         assert self.scheduler  # noqa: S101
-        self.scheduler.finish(request.sequences[output_index])
-        metrics.FINISHED.labels(reason).inc()
-        self._forget_if_finished(request)
+        if sequence.state is not State.FINISHED:
+            self.scheduler.finish(sequence)
+            metrics.FINISHED.labels(reason).inc()
+        self._forget_if_finished(sequence.request)
         self._wake.set()
 
     def _fail(self, request: Request, refused: RefusedError) -> None:
         request.outbox.refuse(refused.to_proto(request.submit))
-        for sequence in request.sequences:
-            self._end_sequence(request, sequence.output_index, "error")
+        for sequence in list(request.sequences):
+            self._end_sequence(sequence, "error")
 
     def _expire(self, request: Request) -> None:
         self._fail(request, RefusedError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed"))
@@ -181,6 +187,7 @@ class Engine:
                     max_num_seqs=limits.max_num_seqs,
                     max_num_batched_tokens=limits.max_num_batched_tokens,
                     max_model_len=limits.max_model_len,
+                    num_host_blocks=limits.num_host_blocks,
                 )
                 await self._ticking(self._shard.configure(configuration))
             except ShardError as error:
@@ -252,7 +259,18 @@ class Engine:
                 f"--max-num-batched-tokens {budget} must be at least --max-num-seqs {max_num_seqs} "
                 f"plus --block-size {config.block_size}"
             )
-        return Limits(num_blocks, config.block_size, max_num_seqs, budget, max_model_len, shard.vocab_size)
+        block_bytes = shard.kv_bytes_per_token * config.block_size
+        return Limits(
+            num_blocks,
+            config.block_size,
+            max_num_seqs,
+            budget,
+            max_model_len,
+            shard.vocab_size,
+            num_host_blocks=int(config.swap_space * (1 << 30)) // block_bytes,
+            preemption_mode=config.preemption_mode,
+            prefix_caching=config.enable_prefix_caching,
+        )
 
     async def _serve(self, epoch: _Epoch) -> None:
         receiver = asyncio.create_task(self._receive(epoch))
@@ -286,16 +304,27 @@ class Engine:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await self._wake.wait()
+        if not self._requests and not epoch.in_flight:
+            self._check_when_idle()
         waited = time.monotonic() - epoch.oldest_since
         if epoch.in_flight and not epoch.results and waited > self.config.step_timeout:
             raise ShardError(f"a step took longer than {self.config.step_timeout:g} s")
 
+    def _check_when_idle(self) -> None:
+        """Once per idle time. A miscount would be a fault of ours: start anew rather than serve from it."""
+        assert self.scheduler  # noqa: S101
+        if self._checked_step == self.scheduler.num_steps:
+            return
+        self._checked_step = self.scheduler.num_steps
+        try:
+            check(self.scheduler)
+        except AssertionError as error:
+            raise ShardError(f"the scheduler's books don't balance: {error}") from error
+
     async def _send_step(self, epoch: _Epoch) -> bool:
         assert self.scheduler  # noqa: S101
         started = time.perf_counter()
-        preempted = self.scheduler.num_preemptions
         plan = self.scheduler.plan()
-        metrics.PREEMPTIONS.labels("recompute").inc(self.scheduler.num_preemptions - preempted)
         if not plan:
             return False
         metrics.observe_plan(plan, time.perf_counter() - started)
@@ -320,28 +349,33 @@ class Engine:
         epoch.oldest_since = time.monotonic()
         metrics.STEP_SECONDS.observe(epoch.oldest_since - sent)
         outputs = self.scheduler.process(plan, response)
-        load = self.load()
         for output in outputs:
-            self._deliver(output, load)
+            self._deliver(output)
+        load = self.load()
+        for outbox in {output.sequence.request.outbox for output in outputs}:
+            outbox.set_load(load)
 
-    def _deliver(self, output: TokenOutput, load: Load) -> None:
-        sequence, sampled = output.sequence, output.sampled
+    def _deliver(self, output: SequenceResult) -> None:
+        sequence, token_ids, finish_reason, sampled, score = output
         request = sequence.request
-        if sampled.invalid:
+        if sampled and sampled.invalid:
             reason = "the model's logits were not finite; the weights or the dtype don't suit this prompt"
             self._fail(request, RefusedError(grpc.StatusCode.INTERNAL, reason))
             return
         message = SequenceOutput(
-            key=request.submit.key,
-            output_index=sequence.output_index,
-            token_ids=[sampled.token_id],
-            finish_reason=output.finish_reason,
+            key=request.submit.key, output_index=sequence.output_index, token_ids=token_ids
         )
-        if sampled.HasField("logprobs"):
+        if sequence.cached_tokens:
+            message.cached_tokens = sequence.cached_tokens
+        if sampled and sampled.HasField("logprobs"):
             message.logprobs.append(sampled.logprobs)
-        request.outbox.add_output(message, load)
-        if output.finish_reason:
-            name = FinishReason.Name(output.finish_reason).removeprefix("FINISH_REASON_").lower()
+        if finish_reason:
+            message.finish_reason = finish_reason
+        if score is not None:
+            message.score = score
+        request.outbox.add_output((request.key, sequence.output_index), message, len(token_ids))
+        if finish_reason:
+            name = FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower()
             metrics.FINISHED.labels(name).inc()
             self._forget_if_finished(request)
 
@@ -361,9 +395,18 @@ class Engine:
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             outstanding_tokens=self.scheduler.outstanding_tokens,
-            free_blocks=self.scheduler.pool.num_free,
+            free_blocks=self.scheduler.blocks.device.num_available,
             total_blocks=self.scheduler.limits.num_blocks,
         )
+
+    def flush_prefix_cache(self) -> int:
+        """Forgets every cached prefix; returns how many blocks that freed."""
+        if not self.scheduler:
+            return 0
+        device = self.scheduler.blocks.device
+        freed = device.num_cached
+        device.flush()
+        return freed
 
     def stop_admitting(self) -> None:
         """From now on new requests are refused, for another replica to take."""

@@ -1,17 +1,22 @@
 """What the scheduler measures. Gauges are read from the scheduler when scraped, so steps don't pay."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
-from scheduler.scheduler import Scheduler, StepPlan
+from scheduler.block_pool import BlockPool
+from scheduler.scheduler import Scheduler
+from scheduler.step_plan import StepPlan
+from scheduler.totals import Totals
 
 _blocks = Gauge("pagoda_kv_blocks", "KV blocks by state", ["tier", "state"])
+_shared = Gauge("pagoda_kv_shared_blocks", "Device blocks that several tables hold")
 _running = Gauge("pagoda_scheduler_running_sequences", "Sequences that hold a slot")
 _waiting = Gauge("pagoda_scheduler_waiting_sequences", "Sequences that wait, paused ones included")
 _outstanding = Gauge("pagoda_scheduler_outstanding_tokens", "Tokens still to compute, over all requests")
 
-PREEMPTIONS = Counter("pagoda_scheduler_preemptions_total", "Requests preempted", ["mode"])
 STEP_TOKENS = Counter("pagoda_scheduler_step_tokens_total", "Tokens computed, by kind", ["kind"])
 STEP_SECONDS = Histogram(
     "pagoda_scheduler_step_seconds",
@@ -31,14 +36,49 @@ SHARD_LOSSES = Counter("pagoda_scheduler_shard_losses_total", "Times that the sh
 def watch(current: Callable[[], Scheduler | None]) -> None:
     """Reads the gauges from `current()` at each scrape; zero before there is a scheduler."""
 
-    def read(value: Callable[[Scheduler], int]) -> Callable[[], float]:
+    def read(value: Callable[[Scheduler], float]) -> Callable[[], float]:
         return lambda: value(scheduler) if (scheduler := current()) else 0
 
-    _blocks.labels("device", "used").set_function(read(lambda s: s.pool.num_used))
-    _blocks.labels("device", "free").set_function(read(lambda s: s.pool.num_free))
+    def watch_pool(tier: str, pool: Callable[[Scheduler], BlockPool]) -> None:
+        _blocks.labels(tier, "used").set_function(read(lambda s: pool(s).num_used))
+        _blocks.labels(tier, "cached").set_function(read(lambda s: pool(s).num_cached))
+        _blocks.labels(tier, "free").set_function(read(lambda s: pool(s).num_free))
+
+    watch_pool("device", lambda s: s.blocks.device)
+    watch_pool("host", lambda s: s.blocks.host)
+    _shared.set_function(read(lambda s: s.blocks.device.num_shared))
     _running.set_function(read(lambda s: len(s.running)))
     _waiting.set_function(read(lambda s: len(s.waiting)))
     _outstanding.set_function(read(lambda s: s.outstanding_tokens))
+    REGISTRY.register(_Totals(current))
+
+
+class _Totals(Collector):
+    """Counters that the scheduler keeps anyway."""
+
+    def __init__(self, current: Callable[[], Scheduler | None]) -> None:
+        self._current = current
+
+    def collect(self) -> Iterable[Metric]:
+        scheduler = self._current()
+        totals = scheduler.totals if scheduler else Totals()
+        for name, text, value in (
+            ("pagoda_kv_block_copies", "Blocks copied on write", totals.copies),
+            ("pagoda_kv_block_evictions", "Cached blocks given to others", totals.evictions),
+            ("pagoda_prefix_cache_queried_tokens", "Tokens looked up at admission", totals.queried_tokens),
+            ("pagoda_prefix_cache_hit_tokens", "Tokens found, which need no computing", totals.hit_tokens),
+        ):
+            yield CounterMetricFamily(name, text, value=value)
+        swapped = CounterMetricFamily("pagoda_kv_blocks_swapped", "Blocks swapped", labels=["direction"])
+        swapped.add_metric(["out"], totals.swapped_out)
+        swapped.add_metric(["in"], totals.swapped_in)
+        yield swapped
+        preemptions = CounterMetricFamily(
+            "pagoda_scheduler_preemptions", "Requests preempted", labels=["mode"]
+        )
+        preemptions.add_metric(["recompute"], totals.recomputes)
+        preemptions.add_metric(["swap"], totals.swaps)
+        yield preemptions
 
 
 def observe_plan(plan: StepPlan, seconds: float) -> None:

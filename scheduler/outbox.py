@@ -27,7 +27,7 @@ class Outbox:
         self._ready = asyncio.Event()
         self._accepted: list[RequestAccepted] = []
         self._refused: list[RequestRefused] = []
-        self._outputs: dict[tuple[str, int, int], SequenceOutput] = {}
+        self._outputs: dict[tuple[tuple[str, int], int], SequenceOutput] = {}
         self._load = Load()
         self._pending_tokens = 0
         self._extra: list[ServeResponse] = []
@@ -47,16 +47,20 @@ class Outbox:
         self._refused.append(refusal)
         self._ready.set()
 
-    def add_output(self, output: SequenceOutput, load: Load) -> None:
-        """Tokens of one sequence, merged with those that still wait."""
-        self._load = load
-        key = (output.key.request_id, output.key.attempt, output.output_index)
-        if key in self._outputs:
-            self._outputs[key].MergeFrom(output)
-        else:
-            self._outputs[key] = output
-        self._pending_tokens += len(output.token_ids)
+    def add_output(self, key: tuple[tuple[str, int], int], output: SequenceOutput, num_tokens: int) -> None:
+        """Tokens of one sequence, merged with those that still wait.
+
+        `key` is the request's key and the output's index.
+        """
+        waiting = self._outputs.setdefault(key, output)
+        if waiting is not output:
+            waiting.MergeFrom(output)
+        self._pending_tokens += num_tokens
         self._ready.set()
+
+    def set_load(self, load: Load) -> None:
+        """How busy the replica is; goes with the next outputs."""
+        self._load = load
 
     def add_message(self, message: ServeResponse) -> None:
         """A message about the stream itself."""

@@ -1,17 +1,20 @@
 """A request and its sequences, as the scheduler knows them."""
 
 import enum
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from pagoda.scheduler.v1.scheduler_pb2 import Submit
+from scheduler.beam_search import BeamSearch, Candidate
+from scheduler.block_hash import block_hash
 from scheduler.outbox import Outbox
 
 
 class State(enum.Enum):
-    """Where a sequence is. Paused ones wait too: they are ranked by arrival with the rest."""
+    """Where a sequence is. Paused ones wait too: they are ranked with the rest."""
 
     WAITING = enum.auto()
+    # Has no tokens of its own yet: becomes a copy of its request's leader when that has computed the prompt.
+    FORKING = enum.auto()
     RUNNING = enum.auto()
     FINISHED = enum.auto()
 
@@ -22,7 +25,8 @@ class Sequence:
 
     `num_computed` counts tokens whose K and V are computed by the commands sent so far. `num_pending`
     counts tokens that those commands sample and whose values have not come back: they are on the shard,
-    so the next step can build on them.
+    so the next step can build on them. A running sequence's blocks are in `block_table`; a swapped-out
+    one's are in `host_table`; else both are empty.
     """
 
     request: "Request"
@@ -31,9 +35,21 @@ class Sequence:
     max_length: int
     state: State = State.WAITING
     slot: int = -1
+    # The shard knows the slot as this sequence's.
+    joined: bool = False
     block_table: list[int] = field(default_factory=list)
+    host_table: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_pending: int = 0
+    # Of the full blocks of `token_ids`, and how many of them the device pool was told of.
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_registered: int = 0
+    # Prompt tokens that the first admission found in the prefix cache.
+    cached_tokens: int | None = None
+    # Of a beam: what may come next, until the other beams have theirs; then what does, if the shard must
+    # be told.
+    candidates: list[Candidate] | None = None
+    next_token: int | None = None
 
     @property
     def length(self) -> int:
@@ -47,7 +63,12 @@ class Sequence:
 
     @property
     def runnable(self) -> bool:
-        """Whether a further token is wanted, as far as is known before pending ones come back."""
+        """Whether a further token is wanted, as far as is known before pending ones come back.
+
+        Beams wait for each result, which decides who goes on.
+        """
+        if self.request.beams and (self.num_pending or self.candidates is not None):
+            return False
         return self.length < self.max_length
 
     @property
@@ -55,27 +76,57 @@ class Sequence:
         """Whether the next step computes just the token that was sampled last."""
         return self.num_uncomputed == 1
 
+    def hash_blocks(self, block_size: int) -> None:
+        """Hashes the blocks that became full since the last call."""
+        parent = self.block_hashes[-1] if self.block_hashes else self.request.root_hash
+        for start in range(len(self.block_hashes) * block_size, len(self.token_ids), block_size):
+            if start + block_size > len(self.token_ids):
+                break
+            parent = block_hash(parent, self.token_ids[start : start + block_size])
+            self.block_hashes.append(parent)
+
 
 @dataclass(eq=False)
 class Request:
     """What a router submitted.
 
-    `key` is (request id, attempt), unique within the router's stream. `rank` orders requests: (arrival on
-    this process's monotonic clock in seconds, submission number).
+    `key` is (request id, attempt), unique within the router's stream. `rank` orders requests: (priority,
+    arrival on this process's monotonic clock in seconds, submission number), lower ones first.
     """
 
     key: tuple[str, int]
     outbox: Outbox
     submit: Submit
-    rank: tuple[float, int]
+    rank: tuple[int, float, int]
     stop_token_ids: frozenset[int]
-    sequences: Items[Sequence] = ()
+    root_hash: bytes
+    sequences: list[Sequence] = field(default_factory=list)
+    beams: BeamSearch | None = None
     failed_steps: int = 0
+    # Slots set aside for it while any of its sequences runs.
+    claim: int = 0
+    # Tokens of the prompt; outputs come after them.
+    prompt_length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.submit.prompt_token_ids)
 
     @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt; outputs come after them."""
-        return len(self.submit.prompt_token_ids)
+    def demand(self) -> int:
+        """Slots that it may come to need at once."""
+        if self.beams:
+            return self.beams.width
+        return sum(sequence.state is not State.FINISHED for sequence in self.sequences)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Its sequences that hold slots."""
+        return [sequence for sequence in self.sequences if sequence.state is State.RUNNING]
+
+    @property
+    def forking(self) -> list[Sequence]:
+        """Its sequences that wait for the prompt to be computed."""
+        return [sequence for sequence in self.sequences if sequence.state is State.FORKING]
 
     @property
     def finished(self) -> bool:

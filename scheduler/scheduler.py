@@ -1,27 +1,36 @@
 """The policy: who runs in the next step, with which blocks, and what a result means.
 
-First come, first served. The latest-arrived running request is preempted first, and rejoins by recompute.
-A plan is made in two passes (DESIGN: policy): first blocks are secured in arrival order, and victims chosen;
+First come, first served, within a priority. The latest-arrived running request is preempted first, whole. A
+plan is made in two passes (DESIGN: policy): first blocks are secured in order of rank, and victims chosen;
 then the token budget is spent, decodes before prefill chunks. So a victim is never in the command already.
 """
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
-from pagoda.shard.v1.shard_pb2 import AppendBlocks, ExecuteRequest, ExecuteResponse, Join, Sampled, Scheduled
-from pagoda.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
-from scheduler.block_pool import BlockPool
+from pagoda.shard.v1.shard_pb2 import ExecuteResponse, Sampled
+from pagoda.v1.inference_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    FINISH_REASON_UNSPECIFIED,
+    FinishReason,
+)
+from scheduler.beam_search import Candidate
+from scheduler.block_manager import BlockManager
 from scheduler.request import Request, Sequence, State
+from scheduler.step_plan import StepPlan, build_command, fork_command
+from scheduler.totals import Totals
 
 # A request that was in this many failed steps runs alone from then on; one more ends it.
-SUSPECT_AFTER_FAILED_STEPS = 3
+SUSPECT_AFTER_FAILED_STEPS: Final = 3
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one replica can hold and compute."""
+    """What one replica can hold and compute, and how it preempts."""
 
     num_blocks: int
     block_size: int
@@ -29,47 +38,34 @@ class Limits:
     max_num_batched_tokens: int
     max_model_len: int
     vocab_size: int
+    num_host_blocks: int = 0
+    # "auto": recompute a request of one sequence, swap one of several.
+    preemption_mode: str = "auto"
+    prefix_caching: bool = True
 
     @property
     def watermark(self) -> int:
-        """Blocks that admission leaves free, so that running sequences can grow for a while: 1 %."""
+        """Blocks that admission leaves available, so that running sequences can grow for a while: 1 %."""
         return self.num_blocks // 100
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
 
-
-@dataclass
-class StepPlan:
-    """One step that was sent: results are matched to this, never to whatever holds a slot by then."""
-
-    command: ExecuteRequest
-    scheduled: list[tuple[Sequence, int]]
-    sampling: list[Sequence] = field(default_factory=list)
-    num_decode_tokens: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the step computes."""
-        return sum(count for _, count in self.scheduled)
-
-
-@dataclass(frozen=True)
-class TokenOutput:
-    """One token of one sequence, and what ended the sequence if this did."""
+class SequenceResult(NamedTuple):
+    """What one step gave one sequence: new tokens, and what ended it if something did."""
 
     sequence: Sequence
-    sampled: Sampled
+    token_ids: list[int]
     finish_reason: FinishReason.ValueType
+    sampled: Sampled | None = None
+    score: float | None = None
 
 
 class Scheduler:
-    """The queues, the pool and the slots of one replica. Pure: no clock, no I/O."""
+    """The queues, the blocks and the slots of one replica. Pure: no clock, no I/O."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.num_preemptions = 0
+        self.totals = Totals()
+        self.num_steps = 0
         # Prompt and output tokens still to compute, over all requests.
         self.outstanding_tokens = 0
         self.running: list[Sequence] = []
@@ -77,18 +73,21 @@ class Scheduler:
         self._clear_shard_state()
 
     def _clear_shard_state(self) -> None:
-        self.pool = BlockPool(self.limits.num_blocks)
-        self._free_slots = list(range(self.limits.max_num_seqs))[::-1]
+        limits = self.limits
+        self.blocks = BlockManager(limits.num_blocks, limits.num_host_blocks, limits.block_size, self.totals)
+        self.free_slots = list(range(limits.max_num_seqs))[::-1]
         self._leaves: list[int] = []
+        self.claimed_slots = 0
 
     # Requests come and go.
 
     def add(self, request: Request) -> None:
         """Queues a request by its rank. It must be feasible: its blocks fit the whole pool."""
         for sequence in request.sequences:
-            if sequence.state is State.WAITING:
+            if sequence.state is not State.FINISHED:
                 self.outstanding_tokens += sequence.max_length
-                insort(self.waiting, sequence, key=_rank)
+            if sequence.state is State.WAITING:
+                insort(self.waiting, sequence, key=rank_of)
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence, wherever it is, and frees its blocks at once."""
@@ -97,16 +96,37 @@ class Scheduler:
         self.outstanding_tokens -= sequence.max_length - sequence.num_computed
         if sequence.state is State.RUNNING:
             self._leave(sequence)
-        else:
+        elif sequence.state is State.WAITING:
             _remove(self.waiting, sequence)
+        self.blocks.release(sequence)
         sequence.state = State.FINISHED
+        request = sequence.request
+        if request.finished:
+            self._set_claim(request, 0)
+        elif request.claim and not request.beams:
+            self._set_claim(request, request.claim - 1)
+        if request.forking and len(request.forking) == request.demand:
+            # Their leader is gone before it could be copied.
+            heir = request.forking[0]
+            heir.state = State.WAITING
+            insort(self.waiting, heir, key=rank_of)
+
+    def _set_claim(self, request: Request, claim: int) -> None:
+        self.claimed_slots += claim - request.claim
+        request.claim = claim
 
     def reset(self) -> None:
-        """The shard lost everything: all running sequences wait again, in order, with the tokens received."""
-        for sequence in self.running:
-            self._pause(sequence)
-        for sequence in self.waiting:
-            sequence.num_pending = 0
+        """The shard lost everything: all sequences wait, in order, with the tokens received."""
+        for sequence in [*self.running, *self.waiting]:
+            self.outstanding_tokens += sequence.num_computed
+            sequence.block_table, sequence.host_table = [], []
+            sequence.num_computed = sequence.num_pending = sequence.num_registered = 0
+            sequence.candidates = sequence.next_token = None
+            sequence.joined = False
+            sequence.slot = -1
+            sequence.state = State.WAITING
+            sequence.request.claim = 0
+        self.waiting = sorted([*self.running, *self.waiting], key=rank_of)
         self.running.clear()
         self._clear_shard_state()
 
@@ -114,205 +134,314 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a result comes back."""
-        appended: dict[Sequence, list[int]] = {}
-        preempted = self._secure_blocks(appended)
-        counts = self._spend_budget(appended, admit=not preempted)
-        return self._command(counts, appended) if counts else None
+        decodes, preempted = self._secure_blocks()
+        counts = self._spend_budget(decodes, admit=not preempted)
+        return self._send(counts) if counts or self.blocks.swapping else None
 
-    def _secure_blocks(self, appended: dict[Sequence, list[int]]) -> bool:
-        """First pass: each decode, and the oldest prefill, gets blocks for its minimum or a victim pays."""
+    def _secure_blocks(self) -> tuple[list[Sequence], bool]:
+        """First pass: each decode, and the first prefill, gets blocks for its minimum or a victim pays.
+
+        Returns the decodes that are to run, and whether somebody paid.
+        """
+        decodes: list[Sequence] = []
         preempted = False
         prefill_secured = False
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
-            minimum = 0
-            if sequence.decoding:
-                minimum = int(sequence.runnable)
-            elif not prefill_secured:
-                minimum = min(sequence.num_uncomputed, self.limits.block_size)
+            index += 1
+            uncomputed = sequence.num_uncomputed
+            if not sequence.runnable or (uncomputed > 1 and prefill_secured):
+                continue
+            if uncomputed > 1:
+                minimum = min(uncomputed, self.limits.block_size)
                 prefill_secured = True
-            while not self._grow(sequence, minimum, appended):
+            else:
+                minimum = 1
+                decodes.append(sequence)
+            while not (self.blocks.has_room(sequence, minimum) or self.blocks.grow(sequence, minimum)):
                 victim = self.running[-1].request
-                self._preempt(victim, appended)
+                self._preempt(victim)
                 preempted = True
                 if victim is sequence.request:
-                    return True
-            index += 1
-        return preempted
+                    break
+        if preempted:
+            decodes = [sequence for sequence in decodes if sequence.state is State.RUNNING]
+        return decodes, preempted
 
-    def _spend_budget(self, appended: dict[Sequence, list[int]], admit: bool) -> dict[Sequence, int]:
+    def _spend_budget(self, decodes: list[Sequence], admit: bool) -> dict[Sequence, int]:
         """Second pass: tokens per sequence. Decodes always fit: the budget has a block on top."""
-        counts = {s: 1 for s in self.running if s.decoding and s.runnable}
+        counts = dict.fromkeys(decodes, 1)
         budget = self.limits.max_num_batched_tokens - len(counts)
-        prefills = [s for s in self.running if not s.decoding]
+        prefills = []
+        if len(counts) < len(self.running):
+            prefills = [s for s in self.running if s.num_uncomputed > 1 and s.runnable]
         contended = len(prefills) + len(self.waiting) > 1
         share = max(budget // 2, self.limits.block_size) if contended else budget
 
         def grant(sequence: Sequence, at_most: int) -> None:
             nonlocal budget
             granted = counts.get(sequence, 0)
-            room = (len(sequence.block_table) + self.pool.num_free) * self.limits.block_size
-            wanted = min(sequence.num_uncomputed, room - sequence.num_computed) - granted
+            wanted = min(sequence.num_uncomputed, self.blocks.room(sequence)) - granted
             count = min(wanted, at_most, budget)
-            if count > 0:
-                self._grow(sequence, granted + count, appended)
+            if count > 0 and self.blocks.grow(sequence, granted + count):
                 counts[sequence] = granted + count
                 budget -= count
+                self.blocks.register(sequence, sequence.num_computed + granted + count)
 
         for sequence in prefills:
             grant(sequence, share)
         if admit:
-            for sequence in self._admissible(prefills):
+            for admitted in self._admit(prefills, counts):
+                prefills += admitted
+                for sequence in admitted:
+                    grant(sequence, share)
                 if not budget:
                     break
-                self._admit(sequence)
-                prefills.append(sequence)
-                grant(sequence, share)
         for sequence in prefills:
             grant(sequence, budget)
         return counts
 
-    def _admissible(self, prefills: list[Sequence]) -> Iterator[Sequence]:
-        """Waiting sequences that may join now, in order. Nobody passes one that may not."""
-        while self.waiting and len(self.running) < self.limits.max_num_seqs:
-            sequence = self.waiting[0]
-            if sequence.num_pending:
+    # Admission.
+
+    def _admit(self, prefills: list[Sequence], counts: dict[Sequence, int]) -> Iterator[list[Sequence]]:
+        """Lets waiting sequences join, in order; yields those that have tokens to compute.
+
+        Nobody passes one that may not join. `prefills` grows with what was yielded.
+        """
+        while self.waiting:
+            head = self.waiting[0]
+            group = self._group(head)
+            if any(s.num_pending for s in group) or not self._has_slots(head.request):
                 return
-            if self.running and any(_suspect(s.request) for s in (sequence, self.running[0])):
+            if self.running and any(_suspect(s.request) for s in (head, self.running[0])):
                 return
             still_to_come = sum(self._blocks_missing(s) for s in prefills)
-            spare = self.pool.num_free - still_to_come - (self.limits.watermark if self.running else 0)
-            if self._blocks_missing(sequence) > spare:
-                return
-            yield sequence
+            alone = all(sequence.request is head.request for sequence in self.running)
+            spare = self.blocks.device.num_available - still_to_come - (0 if alone else self.limits.watermark)
+            if head.host_table:
+                # One block more for each sequence, so that they don't have to leave again at once.
+                extra = 0 if alone else len(group)
+                if self.blocks.num_needed_to_swap_in(group) + extra > spare:
+                    return
+                self.blocks.swap_in(group)
+            else:
+                prefix = self.blocks.find_prefix(head)
+                if self._is_being_computed(head, len(prefix), prefills):
+                    return
+                if self.blocks.num_needed(head, prefix) > spare:
+                    return
+                self._attach(head, prefix)
+            if not head.request.claim:
+                self._set_claim(head.request, head.request.demand)
+            for sequence in group:
+                _remove(self.waiting, sequence)
+                self._run(sequence)
+            yield group
 
-    def _command(self, counts: dict[Sequence, int], appended: dict[Sequence, list[int]]) -> StepPlan:
-        command = ExecuteRequest(leaves=self._leaves)
+    def _group(self, head: Sequence) -> list[Sequence]:
+        """What has to be admitted with the head of the queue: with a swapped-out one, its whole request."""
+        if not head.host_table:
+            return [head]
+        return [s for s in head.request.sequences if s.state is State.WAITING and s.host_table]
+
+    def _has_slots(self, request: Request) -> bool:
+        return bool(request.claim) or self.claimed_slots + request.demand <= self.limits.max_num_seqs
+
+    def _is_being_computed(self, sequence: Sequence, index: int, prefills: list[Sequence]) -> bool:
+        """Whether a running prefill is about to compute the very block that this one needs next."""
+        if index >= (sequence.length - 1) // self.limits.block_size:
+            return False
+        wanted = sequence.block_hashes[index]
+        return any(index < len(s.block_hashes) and s.block_hashes[index] == wanted for s in prefills)
+
+    def _attach(self, sequence: Sequence, prefix: list[int]) -> None:
+        self.blocks.attach(sequence, prefix)
+        self.outstanding_tokens -= sequence.num_computed
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(sequence.num_computed, sequence.request.prompt_length)
+
+    def _blocks_missing(self, sequence: Sequence) -> int:
+        return self.blocks.blocks_for(sequence.length) - len(sequence.block_table)
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.state = State.RUNNING
+        sequence.slot = self.free_slots.pop()
+        sequence.joined = False
+        insort(self.running, sequence, key=rank_of)
+
+    # Sending.
+
+    def _send(self, counts: dict[Sequence, int]) -> StepPlan:
+        scheduled = list(counts.items())
+        self.num_steps += 1
+        plan = StepPlan(build_command(scheduled, self._leaves, self.blocks.take_moves()), scheduled)
         self._leaves = []
-        plan = StepPlan(command, list(counts.items()))
-        for sequence, count in plan.scheduled:
-            if not sequence.num_computed:
-                command.joins.append(_join(sequence))
-            elif sequence in appended:
-                command.appends.append(AppendBlocks(slot=sequence.slot, block_ids=appended[sequence]))
-            command.scheduled.append(Scheduled(slot=sequence.slot, num_tokens=count))
-            plan.num_decode_tokens += sequence.decoding and sequence.length > sequence.request.prompt_length
+        forked: list[Sequence] = []
+        for sequence, count in scheduled:
+            length = sequence.length
+            if sequence.num_computed + 1 == length and length > sequence.request.prompt_length:
+                plan.num_decode_tokens += 1
             sequence.num_computed += count
-            self.outstanding_tokens -= count
-            if sequence.num_computed == sequence.length:
+            self.blocks.register_full(sequence)
+            if sequence.num_computed == length:
                 sequence.num_pending += 1
                 plan.sampling.append(sequence)
+                if len(sequence.request.sequences) > 1 and (children := sequence.request.forking):
+                    forked += self._fork(sequence, children)
+                    plan.command.forks.append(fork_command(sequence, children))
+        self.outstanding_tokens -= plan.num_tokens
+        plan.sampling += forked
         return plan
 
-    def process(self, plan: StepPlan, response: ExecuteResponse) -> list[TokenOutput]:
+    def _fork(self, parent: Sequence, children: list[Sequence]) -> list[Sequence]:
+        for child in children:
+            self._copy(parent, child)
+            child.num_pending = parent.num_pending
+            self._run(child)
+        return children
+
+    def _copy(self, parent: Sequence, child: Sequence) -> None:
+        self.blocks.fork(parent, child)
+        self.outstanding_tokens -= child.num_computed
+        child.cached_tokens = parent.cached_tokens
+
+    # Results.
+
+    def process(self, plan: StepPlan, response: ExecuteResponse) -> list[SequenceResult]:
         """Takes the result of the oldest step in flight. A token of a sequence that has ended is dropped."""
-        outputs = []
+        results: list[SequenceResult] = []
+        searching: dict[Request, None] = {}
         for sequence, sampled in zip(plan.sampling, response.sampled, strict=True):
             if sequence.state is State.FINISHED:
                 continue
             sequence.num_pending -= 1
-            reason = FinishReason.FINISH_REASON_UNSPECIFIED
-            if not sampled.invalid:
-                sequence.token_ids.append(sampled.token_id)
-                if sampled.token_id in sequence.request.stop_token_ids:
-                    reason = FINISH_REASON_STOP
-                elif len(sequence.token_ids) >= sequence.max_length:
-                    reason = FINISH_REASON_LENGTH
-            if reason or sampled.invalid:
+            if sampled.invalid:
                 self.finish(sequence)
-            outputs.append(TokenOutput(sequence, sampled, reason))
-        return outputs
+                results.append(SequenceResult(sequence, [], FINISH_REASON_UNSPECIFIED, sampled))
+            elif sequence.request.beams:
+                sequence.candidates = [Candidate(c.token_id, c.logprob) for c in sampled.candidates]
+                searching[sequence.request] = None
+            else:
+                results.append(self._take_token(sequence, sampled))
+        for request in searching:
+            if all(sequence.candidates is not None for sequence in request.sequences):
+                results += self._advance_beams(request)
+        return results
 
-    # Blocks and slots.
+    def _take_token(self, sequence: Sequence, sampled: Sampled) -> SequenceResult:
+        sequence.token_ids.append(sampled.token_id)
+        reason = FINISH_REASON_UNSPECIFIED
+        if sampled.token_id in sequence.request.stop_token_ids:
+            reason = FINISH_REASON_STOP
+        elif len(sequence.token_ids) >= sequence.max_length:
+            reason = FINISH_REASON_LENGTH
+        if sequence.state is State.RUNNING:
+            self.blocks.register_full(sequence)
+        if reason:
+            self.finish(sequence)
+        return SequenceResult(sequence, [sampled.token_id], reason, sampled)
 
-    def _blocks_missing(self, sequence: Sequence) -> int:
-        return self.limits.blocks_for(sequence.length) - len(sequence.block_table)
+    def _advance_beams(self, request: Request) -> list[SequenceResult]:
+        """From the beams of one step to those of the next: forks, drops, and a next token for each."""
+        assert request.beams  # noqa: S101
+        parents = request.sequences
+        going_on = request.beams.advance(
+            [sequence.token_ids[request.prompt_length :] for sequence in parents],
+            [sequence.candidates or [] for sequence in parents],
+        )
+        if not going_on:
+            return self._finish_beams(request)
+        continued = {continuation.parent for continuation in going_on}
+        for index, parent in enumerate(parents):
+            parent.candidates = None
+            if index not in continued:
+                self.finish(parent)
+        # Children are copies of their parents as they were, so the last child of each takes its place.
+        beams = []
+        remaining = Counter(continuation.parent for continuation in going_on)
+        for continuation in going_on:
+            parent = parents[continuation.parent]
+            remaining[continuation.parent] -= 1
+            beam = self._new_beam(parent) if remaining[continuation.parent] else parent
+            beams.append((beam, continuation.token_id))
+        for beam, token_id in beams:
+            beam.token_ids.append(token_id)
+            beam.next_token = token_id
+        request.sequences = [beam for beam, _ in beams]
+        self._rank_beams(request)
+        return []
 
-    def _grow(self, sequence: Sequence, count: int, appended: dict[Sequence, list[int]]) -> bool:
-        """Makes room for `count` more tokens; False when the pool can't give it."""
-        missing = self.limits.blocks_for(sequence.num_computed + count) - len(sequence.block_table)
-        if missing <= 0 or not count:
-            return True
-        if missing > self.pool.num_free:
-            return False
-        blocks = self.pool.allocate(missing)
-        sequence.block_table += blocks
-        appended.setdefault(sequence, []).extend(blocks)
-        return True
+    def _new_beam(self, parent: Sequence) -> Sequence:
+        child = Sequence(parent.request, -1, list(parent.token_ids), parent.max_length, parent.state)
+        self.outstanding_tokens += child.max_length
+        self._copy(parent, child)
+        if child.state is State.RUNNING:
+            child.slot = self.free_slots.pop()
+        return child
 
-    def _admit(self, sequence: Sequence) -> None:
-        self.waiting.pop(0)
-        sequence.state = State.RUNNING
-        sequence.slot = self._free_slots.pop()
-        insort(self.running, sequence, key=_rank)
-
-    def _preempt(self, request: Request, appended: dict[Sequence, list[int]]) -> None:
-        self.num_preemptions += 1
-        for sequence in request.sequences:
+    def _rank_beams(self, request: Request) -> None:
+        """Beams are ranked within their request by score, which changes with each step."""
+        for queue in (self.running, self.waiting):
+            queue[:] = [sequence for sequence in queue if sequence.request is not request]
+        for index, sequence in enumerate(request.sequences):
+            sequence.output_index = index
             if sequence.state is State.RUNNING:
-                appended.pop(sequence, None)
-                self._leave(sequence)
-                self._pause(sequence)
+                self.blocks.register_full(sequence)
+            insort(self.running if sequence.state is State.RUNNING else self.waiting, sequence, key=rank_of)
+
+    def _finish_beams(self, request: Request) -> list[SequenceResult]:
+        assert request.beams  # noqa: S101
+        for sequence in request.sequences:
+            self.finish(sequence)
+        results = []
+        for index, hypothesis in enumerate(request.beams.finished[: request.submit.n]):
+            reason = FINISH_REASON_STOP if hypothesis.stopped else FINISH_REASON_LENGTH
+            sequence = Sequence(request, index, [], 0, State.FINISHED)
+            sequence.cached_tokens = request.sequences[0].cached_tokens
+            results.append(SequenceResult(sequence, hypothesis.token_ids, reason, score=hypothesis.score))
+        return results
+
+    # Preemption.
+
+    def _preempt(self, request: Request) -> None:
+        victims = request.running
+        self._set_claim(request, 0)
+        several = len(victims) > 1
+        mode = self.limits.preemption_mode
+        # A prefill that isn't done would bring back what it then has to go on computing anyway.
+        wanted = (mode == "swap" or (mode == "auto" and several)) and all(s.decoding for s in victims)
+        swapped = wanted and not request.forking and self.blocks.swap_out(victims)
+        self.totals.swaps += swapped
+        self.totals.recomputes += not swapped
+        for sequence in victims:
+            self._leave(sequence)
+            if not swapped:
+                self.blocks.release(sequence)
+                self.outstanding_tokens += sequence.num_computed
+                sequence.num_computed = 0
+                sequence.candidates = None
+            # A token in flight is kept: the sequence can't resume until it came back.
+            sequence.state = State.WAITING
+            insort(self.waiting, sequence, key=rank_of)
 
     def _leave(self, sequence: Sequence) -> None:
         _remove(self.running, sequence)
-        self.pool.free(sequence.block_table)
-        sequence.block_table = []
-        self._free_slots.append(sequence.slot)
-        self._leaves.append(sequence.slot)
-
-    def _pause(self, sequence: Sequence) -> None:
-        """A token in flight is kept: the sequence can't resume until it came back."""
-        self.outstanding_tokens += sequence.num_computed
-        sequence.block_table = []
+        self.free_slots.append(sequence.slot)
+        if sequence.joined:
+            self._leaves.append(sequence.slot)
         sequence.slot = -1
-        sequence.num_computed = 0
-        sequence.state = State.WAITING
-        insort(self.waiting, sequence, key=_rank)
-
-    def check(self) -> None:
-        """Recounts the invariants.
-
-        Raises:
-            AssertionError: one does not hold.
-        """
-        self.pool.check(sequence.block_table for sequence in self.running)
-        slots = sorted(chain((s.slot for s in self.running), self._free_slots))
-        if slots != list(range(self.limits.max_num_seqs)):
-            raise AssertionError(f"slots {slots} of {self.limits.max_num_seqs}")
-        total = sum(s.max_length - s.num_computed for s in chain(self.running, self.waiting))
-        if total != self.outstanding_tokens:
-            raise AssertionError(f"{self.outstanding_tokens} outstanding tokens, {total} counted")
-        for name, queue in (("running", self.running), ("waiting", self.waiting)):
-            if queue != sorted(queue, key=_rank):
-                raise AssertionError(f"{name} is out of order")
-        for sequence in self.running:
-            if len(sequence.block_table) < self.limits.blocks_for(sequence.num_computed):
-                raise AssertionError(f"{sequence.request.key} has computed more than its blocks hold")
-        if any(sequence.block_table for sequence in self.waiting):
-            raise AssertionError("a waiting sequence holds blocks")
+        sequence.joined = False
+        sequence.next_token = None
 
 
-def _join(sequence: Sequence) -> Join:
-    request = sequence.request
-    return Join(
-        slot=sequence.slot,
-        token_ids=sequence.token_ids,
-        prompt_length=request.prompt_length,
-        block_ids=sequence.block_table,
-        sampling=request.submit.sampling,
-        output_index=sequence.output_index,
-        adapter=request.submit.adapter,
-    )
-
-
-def _rank(sequence: Sequence) -> tuple[float, int, int]:
+def rank_of(sequence: Sequence) -> tuple[int, float, int, int]:
+    """What both queues are ordered by."""
     return (*sequence.request.rank, sequence.output_index)
 
 
 def _remove(queue: list[Sequence], sequence: Sequence) -> None:
-    del queue[bisect_left(queue, _rank(sequence), key=_rank)]
+    del queue[bisect_left(queue, rank_of(sequence), key=rank_of)]
 
 
 def _suspect(request: Request) -> bool:

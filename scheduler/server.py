@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from common.config import load
-from common.lifecycle import exit_with_parent, stop_event
+from common.lifecycle import calm_garbage_collector, exit_with_parent, stop_event
 from common.logs import setup
 from common.probes import Probes, serve_probes
 from common.rpc import (
@@ -105,6 +105,7 @@ def main() -> None:
         exit_with_parent()
     try:
         _check_shard_addresses(config.shard_addresses)
+        calm_garbage_collector()
         asyncio.run(serve(config))
     except (AddressError, FatalError) as error:
         print(f"python -m scheduler: {error}", file=sys.stderr)

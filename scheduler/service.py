@@ -4,12 +4,23 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 
 from common.version import PROTOCOL_VERSION
-from pagoda.scheduler.v1.scheduler_pb2 import Draining, ServeRequest, ServeResponse, Welcome
+from pagoda.scheduler.v1.scheduler_pb2 import (
+    Draining,
+    FlushPrefixCacheRequest,
+    FlushPrefixCacheResponse,
+    GetBlockMapRequest,
+    GetBlockMapResponse,
+    ServeRequest,
+    ServeResponse,
+    Welcome,
+)
 from pagoda.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceServicer
+from scheduler.block_map import block_map
 from scheduler.engine import Engine
 from scheduler.outbox import Outbox
 
@@ -54,6 +65,20 @@ class SchedulerService(SchedulerServiceServicer):
             self._outboxes.pop(outbox)
             reader.cancel()
             self._engine.detach(outbox)
+
+    async def FlushPrefixCache(  # noqa: N802
+        self, request: FlushPrefixCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> FlushPrefixCacheResponse:
+        """Forgets every cached prefix."""
+        return FlushPrefixCacheResponse(freed_blocks=self._engine.flush_prefix_cache())
+
+    async def GetBlockMap(  # noqa: N802
+        self, request: GetBlockMapRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> GetBlockMapResponse:
+        """The blocks and tables as they are now."""
+        if not self._engine.scheduler:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the replica is starting")
+        return block_map(self._engine.scheduler)
 
     def _welcome(self) -> Welcome:
         scheduler, description = self._engine.scheduler, self._engine.description

@@ -9,7 +9,14 @@ from torch import Tensor
 
 import kernels
 from kernels import AttentionBatch
-from pagoda.shard.v1.shard_pb2 import ConfigureRequest, ExecuteRequest, Join, Scheduled
+from pagoda.shard.v1.shard_pb2 import (
+    BlockCopy,
+    ConfigureRequest,
+    ExecuteRequest,
+    Fork,
+    Join,
+    Scheduled,
+)
 from pagoda.v1 import sampling_pb2
 from shard import kv_cache
 from shard.models import DecoderModel, KVCache
@@ -31,10 +38,11 @@ class Slot:
 
     sampling: SamplingParams
     output_index: int
+    num_candidates: int
     prompt_length: int
     length: int
     computed: int
-    num_blocks: int
+    num_blocks: int = 0
 
 
 class StepExecutor:
@@ -45,16 +53,28 @@ class StepExecutor:
         self._dtype = dtype
         self._device = device
         self._caches: list[KVCache] = []
-        self._shape = (0, 0)
+        self._host_caches: list[KVCache] = []
+        # Device blocks, host blocks, tokens in a block.
+        self._shape = (0, 0, 0)
         self._slots: dict[int, Slot] = {}
 
     def configure(self, request: ConfigureRequest) -> bool:
         """Empties the slots and allocates, unless the blocks at hand fit; True if they were kept."""
-        shape = (request.num_blocks, request.block_size)
+        shape = (request.num_blocks, request.num_host_blocks, request.block_size)
         kept = self._shape == shape
         if not kept:
-            self._caches, self._shape = [], (0, 0)
-            self._caches = kv_cache.allocate(self.model.config, *shape, self._dtype, self._device)
+            self._caches, self._host_caches, self._shape = [], [], (0, 0, 0)
+            self._caches = kv_cache.allocate(
+                self.model.config, request.num_blocks, request.block_size, self._dtype, self._device
+            )
+            self._host_caches = kv_cache.allocate(
+                self.model.config,
+                request.num_host_blocks,
+                request.block_size,
+                self._dtype,
+                torch.device("cpu"),
+                pinned=self._device.type == "cuda",
+            )
             self._shape = shape
         # Dynamic RoPE scales by the served length, so that K never depends on how long a sequence became.
         self.model.cos, self.model.sin = rotary_tables(self.model.config, request.max_model_len, self._device)
@@ -109,28 +129,48 @@ class StepExecutor:
             if slot.computed == slot.length:
                 rows.append(result.num_tokens - 1)
                 result.slots.append(scheduled.slot)
+        if not {fork.source_slot for fork in command.forks} <= set(result.slots):
+            raise StepError("a slot is to be forked that does not sample in this step")
         if not query_lens:
             return result
         hidden = self._forward([s.slot for s in command.scheduled], query_lens, seq_lens)
         logits = self.model.compute_logits(hidden[rows]) if rows else None
         computed = time.perf_counter()
         if logits is not None:
+            logits = self._fork(command.forks, logits, result)
             result.samples = self._sample(logits, result.slots)
+            result.num_candidates = [self._slots[slot].num_candidates for slot in result.slots]
         result.compute_seconds = computed - started
         result.sample_seconds = time.perf_counter() - computed
         return result
 
+    def _fork(self, forks: Sequence[Fork], logits: Tensor, result: StepResult) -> Tensor:
+        """Copies slots that are about to sample; returns the logits with a row for each copy."""
+        if not forks:
+            return logits
+        rows = list(range(len(result.slots)))
+        for fork in forks:
+            row = result.slots.index(fork.source_slot)
+            length = self._slot(fork.source_slot).length
+            for target in fork.targets:
+                self._check_free(target.slot)
+                self._token_ids[target.slot, :length] = self._token_ids[fork.source_slot, :length]
+                self._take_slot(target, length)
+                rows.append(row)
+                result.slots.append(target.slot)
+        return logits[rows]
+
     def _advance(self, scheduled: Scheduled) -> Slot:
         slot = self._slot(scheduled.slot)
         slot.computed += scheduled.num_tokens
-        room = min(slot.length, slot.num_blocks * self._shape[1])
+        room = min(slot.length, slot.num_blocks * self._shape[2])
         full = slot.computed == slot.length == self._max_model_len
         if not scheduled.num_tokens or slot.computed > room or full:
             raise StepError(f"slot {scheduled.slot} can't compute {scheduled.num_tokens} tokens: {slot}")
         return slot
 
     def _forward(self, slots: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int]) -> Tensor:
-        block_size = self._shape[1]
+        block_size = self._shape[2]
         on_device = torch.tensor(slots, device=self._device)
         used_blocks = -(-max(seq_lens) // block_size)
         tables = self._block_tables[on_device, :used_blocks]
@@ -165,29 +205,39 @@ class StepExecutor:
             del self._slots[index]
         for join in command.joins:
             self._join(join)
-        for append in command.appends:
-            self._append(append.slot, append.block_ids)
+        for update in command.block_updates:
+            self._update_blocks(update.slot, update.start, update.block_ids)
         for override in command.next_tokens:
             slot = self._slot(override.slot)
             self._token_ids[override.slot, slot.length - 1] = override.token_id
-        if command.swap_outs or command.swap_ins or command.forks:
-            raise StepError("swaps and forks are not executed by this version")
-        if command.copies:
-            sources, destinations = zip(*((c.source, c.destination) for c in command.copies), strict=True)
-            device = self._device
+        self._move(self._caches, self._host_caches, command.swap_outs)
+        self._move(self._caches, self._caches, command.copies)
+        self._move(self._host_caches, self._caches, command.swap_ins)
+
+    def _move(self, sources: list[KVCache], destinations: list[KVCache], moves: Sequence[BlockCopy]) -> None:
+        if moves:
             kernels.copy_blocks(
-                self._caches, torch.tensor(sources, device=device), torch.tensor(destinations, device=device)
+                sources, destinations, [m.source for m in moves], [m.destination for m in moves]
             )
 
     def _join(self, join: Join) -> None:
-        index, length = join.slot, len(join.token_ids)
+        length = len(join.token_ids)
+        self._check_free(join.slot)
+        if not join.computed_length < length <= self._max_model_len:
+            raise StepError(f"slot {join.slot}: {length} tokens, {join.computed_length} of them computed")
+        self._token_ids[join.slot, :length] = torch.tensor(join.token_ids, dtype=torch.int32)
+        self._take_slot(join, length)
+
+    def _check_free(self, index: int) -> None:
         if index in self._slots or index >= len(self._token_ids):
             raise StepError(f"slot {index} is taken or not below {len(self._token_ids)}")
-        if not join.computed_length < length <= self._max_model_len:
-            raise StepError(f"slot {index}: {length} tokens, {join.computed_length} of them computed")
-        self._token_ids[index, :length] = torch.tensor(join.token_ids, dtype=torch.int32)
+
+    def _take_slot(self, join: Join, length: int) -> None:
         params = join.sampling
-        self._slots[index] = Slot(
+        logprobs = params.logprobs if params.HasField("logprobs") else None
+        if join.num_candidates:
+            logprobs = join.num_candidates
+        self._slots[join.slot] = Slot(
             sampling=SamplingParams(
                 temperature=params.temperature,
                 top_p=params.top_p,
@@ -197,22 +247,23 @@ class StepExecutor:
                 frequency_penalty=params.frequency_penalty,
                 repetition_penalty=params.repetition_penalty,
                 seed=params.seed,
-                logprobs=params.logprobs if params.HasField("logprobs") else None,
+                logprobs=logprobs,
             ),
             output_index=join.output_index,
+            num_candidates=join.num_candidates,
             prompt_length=join.prompt_length,
             length=length,
             computed=join.computed_length,
-            num_blocks=0,
         )
-        self._append(index, join.block_ids)
+        self._update_blocks(join.slot, 0, join.block_ids)
 
-    def _append(self, index: int, block_ids: Sequence[int]) -> None:
+    def _update_blocks(self, index: int, start: int, block_ids: Sequence[int]) -> None:
         slot = self._slot(index)
-        end = slot.num_blocks + len(block_ids)
-        if end > self._block_tables.shape[1] or max(block_ids, default=0) >= self._shape[0]:
-            raise StepError(f"slot {index}: blocks {list(block_ids)} don't fit {slot}")
-        self._block_tables[index, slot.num_blocks : end] = torch.tensor(block_ids, dtype=torch.int32)
+        end = start + len(block_ids)
+        in_pool = max(block_ids, default=0) < self._shape[0]
+        if start > slot.num_blocks or end > self._block_tables.shape[1] or not in_pool:
+            raise StepError(f"slot {index}: blocks {list(block_ids)} from {start} on don't fit {slot}")
+        self._block_tables[index, start:end] = torch.tensor(block_ids, dtype=torch.int32)
         slot.num_blocks = end
 
     def _slot(self, index: int) -> Slot:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from kernels import AttentionBatch
 from shard.model_config import ModelConfig
@@ -22,14 +23,23 @@ def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def allocate(
-    config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    pinned: bool = False,
 ) -> list[KVCache]:
-    """Per layer K and V, each `[num_blocks, block_size, num_kv_heads, head_dim]`, not initialised."""
+    """Per layer K and V, each `[num_blocks, block_size, num_kv_heads, head_dim]`, not initialised.
+
+    `pinned` host memory is what a GPU copies to and from without a detour.
+    """
     shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-    return [
-        (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
-        for _ in range(config.num_layers)
-    ]
+
+    def tensor() -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+
+    return [(tensor(), tensor()) for _ in range(config.num_layers)]
 
 
 def capacity_bytes(model: DecoderModel, device: torch.device, wanted: int | None, utilization: float) -> int:

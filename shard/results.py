@@ -16,6 +16,8 @@ class StepResult:
     num_tokens: int = 0
     slots: list[int] = field(default_factory=list)
     samples: SampleResult | None = None
+    # Per slot, how many candidates its beam wants; 0: the log-probabilities are for the client.
+    num_candidates: list[int] = field(default_factory=list)
     compute_seconds: float = 0.0
     sample_seconds: float = 0.0
 
@@ -25,15 +27,22 @@ class StepResult:
         return ExecuteResponse(
             epoch=self.epoch,
             step=self.step,
-            sampled=[_sampled(slot, token) for slot, token in zip(self.slots, tokens, strict=True)],
+            sampled=[
+                _sampled(slot, token, wanted)
+                for slot, token, wanted in zip(self.slots, tokens, self.num_candidates, strict=True)
+            ],
             compute_seconds=self.compute_seconds,
             sample_seconds=self.sample_seconds,
         )
 
 
-def _sampled(slot: int, token: SampledToken) -> Sampled:
+def _sampled(slot: int, token: SampledToken, num_candidates: int) -> Sampled:
     sampled = Sampled(slot=slot, token_id=token.token_id, invalid=not token.valid)
-    if token.logprobs:
+    if token.logprobs and num_candidates:
+        sampled.candidates.extend(
+            TokenLogprob(token_id=other, logprob=logprob) for other, logprob in token.logprobs.top
+        )
+    elif token.logprobs:
         sampled.logprobs.CopyFrom(_logprobs(token.token_id, token.logprobs))
     return sampled
 

@@ -87,7 +87,7 @@ class Stack:
         return total
 
     def used_blocks(self) -> int:
-        return int(self.metric("scheduler", "pagoda_kv_blocks", state="used"))
+        return int(self.metric("scheduler", "pagoda_kv_blocks", tier="device", state="used"))
 
     def channel(self) -> grpc.Channel:
         return grpc.insecure_channel(self.address)

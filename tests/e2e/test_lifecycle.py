@@ -170,7 +170,7 @@ def test_options_reach_the_processes(tiny_model_folder: Path) -> None:
         with stack.channel() as channel:
             model = stack.stub(channel).GetModel(pb.GetModelRequest())
         assert (model.name, model.max_model_len, model.dtype) == ("tiny", 64, "float32")
-        assert stack.metric("scheduler", "pagoda_kv_blocks") == 12
+        assert stack.metric("scheduler", "pagoda_kv_blocks", tier="device") == 12
 
 
 def test_a_small_pool_serves_many_by_preemption(tiny_model_folder: Path) -> None:
@@ -188,6 +188,24 @@ def test_a_small_pool_serves_many_by_preemption(tiny_model_folder: Path) -> None
                 thread.join()
         assert all(answer.token_ids == alone for answer in answers)
         assert stack.metric("scheduler", "pagoda_scheduler_preemptions_total", mode="recompute") > 0
+        assert stack.used_blocks() == 0
+
+
+def test_requests_of_several_outputs_are_swapped_and_go_on(tiny_model_folder: Path) -> None:
+    flags = ("--num-gpu-blocks-override=40", "--swap-space=0.05", "--no-enable-prefix-caching")
+    with launched(f"--model={tiny_model_folder}", *flags) as stack:
+        stack.wait_ready()
+        with stack.channel() as channel:
+            stub = stack.stub(channel)
+            request = spec(max_tokens=120, temperature=1, seed=2, ignore_eos=True)
+            request.n = 3
+            call = pb.GenerateRequest(spec=request)
+            alone = stub.Generate(call, timeout=60).outputs
+            together = [stub.Generate.future(call, timeout=120) for _ in range(6)]
+            for one in together:
+                assert one.result().outputs == alone
+        assert stack.metric("scheduler", "pagoda_kv_blocks_swapped_total", direction="in") > 0
+        assert stack.metric("scheduler", "pagoda_kv_block_copies_total") > 0
         assert stack.used_blocks() == 0
 
 

@@ -58,7 +58,7 @@ def test_a_stream_says_the_same_as_the_unary_call(stub: InferenceServiceStub) ->
     assert kinds.count("delta") > 3
     assert answer.text == whole.outputs[0].text
     assert answer.token_ids == whole.outputs[0].token_ids
-    assert answer.usage == whole.usage
+    assert answer.usage.completion_tokens == whole.usage.completion_tokens
 
 
 def test_text_and_token_ids_are_one_prompt(stub: InferenceServiceStub) -> None:
@@ -112,6 +112,57 @@ def test_logprobs_come_one_per_token(stub: InferenceServiceStub) -> None:
         assert len(position.top) == 3
         assert position.top[0] == position.chosen
         assert position.chosen.logprob < 0
+
+
+def test_several_outputs_of_one_prompt(stub: InferenceServiceStub) -> None:
+    request = spec("Once upon a time", max_tokens=20, temperature=1.2, seed=4)
+    request.n = 3
+
+    response = stub.Generate(pb.GenerateRequest(spec=request), timeout=60)
+
+    assert [output.index for output in response.outputs] == [0, 1, 2]
+    assert len({output.text for output in response.outputs}) == 3
+    assert response.usage.completion_tokens == sum(len(output.token_ids) for output in response.outputs)
+
+
+def test_beams_come_best_first(stub: InferenceServiceStub) -> None:
+    request = pb.GenerateSpec(
+        text="The capital of France is",
+        n=2,
+        beam_search=pb.BeamSearch(beam_width=4),
+        stop=pb.StopConditions(max_tokens=8),
+    )
+
+    outputs = stub.Generate(pb.GenerateRequest(spec=request), timeout=60).outputs
+
+    assert outputs[0].text != outputs[1].text
+    assert 0 > outputs[0].score >= outputs[1].score
+    assert "Paris" in outputs[0].text
+
+
+def test_a_prompt_that_was_there_before_is_found(stub: InferenceServiceStub) -> None:
+    request = spec(list(range(1000, 1100)), max_tokens=2, ignore_eos=True)
+    first = stub.Generate(pb.GenerateRequest(spec=request)).usage
+    second = stub.Generate(pb.GenerateRequest(spec=request)).usage
+    request.cache_salt = "another tenant"
+    salted = stub.Generate(pb.GenerateRequest(spec=request)).usage
+
+    assert (first.cached_tokens, second.cached_tokens, salted.cached_tokens) == (0, 96, 0)
+
+
+def test_a_system_prompt_of_100_requests_is_computed_once(stack: Stack, stub: InferenceServiceStub) -> None:
+    system = list(range(2000, 2512))
+    before = stack.metric("scheduler", "pagoda_scheduler_step_tokens_total", kind="prefill")
+
+    calls = [
+        stub.Generate.future(pb.GenerateRequest(spec=spec([*system, number, 7], max_tokens=1)), timeout=120)
+        for number in range(100, 200)
+    ]
+    cached = [call.result().usage.cached_tokens for call in calls]
+
+    after = stack.metric("scheduler", "pagoda_scheduler_step_tokens_total", kind="prefill")
+    assert sorted(cached) == [0] + [512] * 99
+    assert after - before == 512 + 100 * 2
 
 
 def test_64_streams_with_random_cancels_leave_every_block_free(stack: Stack) -> None:
@@ -187,6 +238,7 @@ def changed(**fields: Any) -> pb.GenerateSpec:
         (spec(max_tokens=0), "spec.stop.max_tokens", "0"),
         (spec(max_tokens=8192), "spec.stop.max_tokens", "8192"),
         (changed(request_id="a\nb"), "spec.request_id", "printable"),
+        (changed(n=65), "spec.n", "65 is above max_num_seqs, which is 64"),
     ],
 )
 def test_bad_input_is_named_with_its_limit(

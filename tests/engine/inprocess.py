@@ -20,9 +20,11 @@ from pagoda.shard.v1.shard_pb2 import (
     ExecuteRequest,
     ExecuteResponse,
 )
+from pagoda.v1.inference_pb2 import BeamSearch
 from pagoda.v1.sampling_pb2 import PositionLogprobs, SamplingParams
 from scheduler.config import SchedulerConfig
 from scheduler.engine import Engine
+from scheduler.invariants import check
 from scheduler.outbox import Outbox
 from shard import kv_cache
 from shard.executor import StepExecutor
@@ -92,11 +94,14 @@ class InProcessShard:
 
 @dataclass
 class Generated:
-    """One finished output."""
+    """What came of one request; the first three of its first output."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     refused: RequestRefused | None = None
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    scores: dict[int, float] = field(default_factory=dict)
+    cached_tokens: int = 0
 
 
 GREEDY = SamplingParams(temperature=0, top_p=1, repetition_penalty=1)
@@ -108,6 +113,8 @@ def request(
     max_tokens: int,
     sampling: SamplingParams = GREEDY,
     stop: Sequence[int] = (),
+    n: int = 1,
+    beam_search: BeamSearch | None = None,
 ) -> Submit:
     return Submit(
         key=RequestKey(request_id=name, attempt=1),
@@ -115,7 +122,8 @@ def request(
         max_tokens=max_tokens,
         sampling=sampling,
         stop_token_ids=stop,
-        n=1,
+        n=n,
+        beam_search=beam_search,
     )
 
 
@@ -131,8 +139,8 @@ async def engine_on(shard: InProcessShard, **options: Any) -> AsyncIterator[Engi
     try:
         yield engine
         assert engine.scheduler
-        engine.scheduler.check()
-        assert engine.scheduler.pool.num_used == 0
+        check(engine.scheduler)
+        assert engine.scheduler.blocks.device.num_used == 0
     finally:
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -143,18 +151,24 @@ async def generate(engine: Engine, submits: Sequence[Submit]) -> dict[str, Gener
     """Submits all at once and collects until each has ended."""
     outbox = Outbox()
     results = {submit.key.request_id: Generated() for submit in submits}
-    unfinished = set(results)
+    unfinished = {(submit.key.request_id, index) for submit in submits for index in range(submit.n)}
     for submit in submits:
         engine.submit(outbox, submit)
     while unfinished:
         for message in await outbox.take():
             if message.HasField("refused"):
                 results[message.refused.key.request_id].refused = message.refused
-                unfinished.discard(message.refused.key.request_id)
+                unfinished -= {key for key in unfinished if key[0] == message.refused.key.request_id}
             for output in message.outputs.sequences:
                 result = results[output.key.request_id]
-                result.token_ids += output.token_ids
-                result.logprobs += output.logprobs
+                tokens = result.outputs.setdefault(output.output_index, [])
+                tokens += output.token_ids
+                if output.output_index == 0:
+                    result.token_ids = tokens
+                    result.logprobs += output.logprobs
+                    result.cached_tokens = max(result.cached_tokens, output.cached_tokens)
+                if output.HasField("score"):
+                    result.scores[output.output_index] = output.score
                 if output.finish_reason:
-                    unfinished.discard(output.key.request_id)
+                    unfinished.discard((output.key.request_id, output.output_index))
     return results

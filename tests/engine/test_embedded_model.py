@@ -51,7 +51,7 @@ async def under_preemption(shard: InProcessShard, submits: list[Any]) -> dict[st
     async with engine_on(shard, **SMALL_POOL) as engine:
         results = await generate(engine, submits)
         assert engine.scheduler
-        assert engine.scheduler.num_preemptions > 0
+        assert engine.scheduler.totals.preemptions > 0
     return results
 
 
@@ -89,7 +89,7 @@ async def test_sampled_tokens_and_logprobs_repeat_under_preemption(
     async with engine_on(shard, **{**SMALL_POOL, "num_gpu_blocks_override": 30}) as engine:
         preempted = await generate(engine, submits)
         assert engine.scheduler
-        assert engine.scheduler.num_preemptions > 0
+        assert engine.scheduler.totals.preemptions > 0
 
     assert {k: r.token_ids for k, r in together.items()} == {k: r.token_ids for k, r in preempted.items()}
     for key, result in alone.items():

@@ -34,7 +34,7 @@ async def test_greedy_tokens_equal_those_of_transformers_under_preemption(name: 
     async with engine_on(InProcessShard(tmp_path), **SMALL_POOL) as engine:
         results = await generate(engine, [request(key, prompt, 24) for key, prompt in prompts.items()])
         assert engine.scheduler
-        assert engine.scheduler.num_preemptions > 0
+        assert engine.scheduler.totals.preemptions > 0
 
     for key, prompt in prompts.items():
         assert results[key].token_ids == greedy(model, prompt, 24), key
@@ -105,7 +105,7 @@ async def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_after_preemptio
     async with engine_on(shard, **SMALL_POOL) as engine:
         preempted = await generate(engine, submits)
         assert engine.scheduler
-        assert engine.scheduler.num_preemptions > 0
+        assert engine.scheduler.totals.preemptions > 0
 
     for name, result in alone.items():
         assert result.token_ids == together[name].token_ids, name

@@ -155,11 +155,22 @@ def test_write_kv_refuses_a_slot_outside_the_cache() -> None:
 def test_copy_blocks_reads_every_source_before_it_writes() -> None:
     before = [(torch.randn(4, 2, 1, 3), torch.randn(4, 2, 1, 3)) for _ in range(2)]
     after = [(k.clone(), v.clone()) for k, v in before]
-    kernels.copy_blocks(after, torch.tensor([0, 1, 0]), torch.tensor([1, 2, 3]))
+    kernels.copy_blocks(after, after, [0, 1, 0], [1, 2, 3])
 
     for old_layer, new_layer in zip(before, after, strict=True):
         for old, new in zip(old_layer, new_layer, strict=True):
             assert new.equal(old[[0, 0, 1, 0]])
+
+
+def test_copy_blocks_moves_between_two_pools() -> None:
+    device = [(torch.randn(4, 2, 1, 3), torch.randn(4, 2, 1, 3)) for _ in range(2)]
+    host = [(torch.zeros(2, 2, 1, 3), torch.zeros(2, 2, 1, 3)) for _ in range(2)]
+
+    kernels.copy_blocks(device, host, [3, 1], [0, 1])
+
+    for device_layer, host_layer in zip(device, host, strict=True):
+        for source, destination in zip(device_layer, host_layer, strict=True):
+            assert destination.equal(source[[3, 1]])
 
 
 def test_rms_norm_rounds_before_the_weight() -> None:

@@ -43,6 +43,23 @@ def test_options_go_to_the_process_that_they_are_for() -> None:
     assert "--block-size" not in made["shard"].argv
 
 
+def test_switches_and_the_block_map_are_passed_on() -> None:
+    made = child_specs(
+        ServeConfig(enable_prefix_caching=False, swap_space=0.5),
+        {**ADDRESSES, "block-map-address": "127.0.0.1:5"},
+        Path("/model"),
+        "name",
+        Path("/sockets"),
+        None,
+    )
+    router, scheduler, _ = made
+
+    assert "--no-enable-prefix-caching" in scheduler.argv
+    assert flags(scheduler)["--swap-space"] == "0.5"
+    assert flags(router)["--block-map-address"] == "127.0.0.1:5"
+    assert "--enable-prefix-caching" in specs(ServeConfig(enable_prefix_caching=True))["scheduler"].argv
+
+
 def test_what_is_not_given_is_left_to_the_process() -> None:
     made = specs(ServeConfig())
 

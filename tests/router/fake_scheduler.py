@@ -25,6 +25,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             "max_model_len": 512,
             "vocab_size": 420,
         }
+        self.block_map = pb.GetBlockMapResponse()
         self.welcome = pb.Welcome(**(values | {"dtype": "float32"} | welcome))
         self.hellos: asyncio.Queue[pb.Hello] = asyncio.Queue()
         self.submits: asyncio.Queue[pb.Submit] = asyncio.Queue()
@@ -92,6 +93,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         cached_tokens: int = 0,
         outstanding_tokens: int = 0,
         output_index: int = 0,
+        score: float | None = None,
     ) -> None:
         """One step's output for one request."""
         sequence = pb.SequenceOutput(
@@ -101,9 +103,20 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             logprobs=logprobs,
             cached_tokens=cached_tokens,
             output_index=output_index,
+            score=score,
         )
         load = pb.Load(outstanding_tokens=outstanding_tokens)
         self._outbox.put_nowait(pb.ServeResponse(outputs=pb.StepOutputs(sequences=[sequence], load=load)))
+
+    async def FlushPrefixCache(  # noqa: N802
+        self, request: pb.FlushPrefixCacheRequest, context: Any
+    ) -> pb.FlushPrefixCacheResponse:
+        return pb.FlushPrefixCacheResponse()
+
+    async def GetBlockMap(  # noqa: N802
+        self, request: pb.GetBlockMapRequest, context: Any
+    ) -> pb.GetBlockMapResponse:
+        return self.block_map
 
     def drain(self) -> None:
         self._outbox.put_nowait(pb.ServeResponse(draining=pb.Draining()))

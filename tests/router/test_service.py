@@ -464,6 +464,37 @@ async def test_equal_request_ids_do_not_mix(client: Client) -> None:
     assert texts == {"fox", "dog"}
 
 
+async def test_several_outputs_are_streamed_apart(client: Client) -> None:
+    call = generate(client, spec(n=2, stop=stops("wasted")))
+    submit = await client.scheduler.accept()
+    assert submit.n == 2
+    client.scheduler.send(submit, ids("quick"), output_index=1)
+    client.scheduler.send(submit, ids("nothing is wasted, "), output_index=0)
+    abort = (await client.scheduler.aborts.get()).output_index
+    client.scheduler.send(submit, ids(" fox"), LENGTH, output_index=1)
+
+    response = await call
+
+    assert abort == 0
+    assert [output.index for output in response.outputs] == [0, 1]
+    assert [output.text for output in response.outputs] == ["nothing is ", "quick fox"]
+    assert response.usage.completion_tokens == sum(len(output.token_ids) for output in response.outputs)
+
+
+async def test_beams_come_with_their_scores(client: Client) -> None:
+    search = pb.BeamSearch(beam_width=3)
+    call = generate(client, spec(n=2, beam_search=search))
+    submit = await client.scheduler.accept()
+    assert submit.beam_search == pb.BeamSearch(beam_width=3, length_penalty=1, early_stopping=False)
+    for index, score in enumerate([-0.5, -0.75]):
+        client.scheduler.send(submit, ids("fox"), LENGTH, output_index=index, score=score)
+
+    outputs = (await call).outputs
+
+    assert [output.score for output in outputs] == [-0.5, -0.75]
+    assert [output.text for output in outputs] == ["fox", "fox"]
+
+
 async def test_a_client_resumes_with_what_it_holds(client: Client) -> None:
     answer = ids("nothing 🙂 is wasted, lazy")
     cut = len(ids("nothing ")) + 1  # within the emoji's bytes

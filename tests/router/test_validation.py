@@ -56,6 +56,12 @@ def chat(*messages: tuple[str, str]) -> GenerateSpec:
 
 
 NAN, INF = float("nan"), float("inf")
+
+
+def beams(search: BeamSearch, **fields: Any) -> GenerateSpec:
+    return GenerateSpec(token_ids=IDS, beam_search=search, **fields)
+
+
 INVALID = [
     (GenerateSpec(), "spec.prompt", "give text, token_ids or chat"),
     (GenerateSpec(text=""), "spec.text", "no tokens"),
@@ -91,7 +97,29 @@ INVALID = [
     (GenerateSpec(token_ids=IDS, request_id="x" * 129), "spec.request_id", "129 characters .* 128"),
     (GenerateSpec(token_ids=IDS, request_id="a\nb"), "spec.request_id", "printable ASCII"),
     (GenerateSpec(token_ids=IDS, request_id="é"), "spec.request_id", "printable ASCII"),
-    (GenerateSpec(token_ids=IDS, n=0), "spec.n", "at least 1"),
+    (GenerateSpec(token_ids=IDS, n=0), "spec.n", "0 must be at least 1"),
+    (GenerateSpec(token_ids=IDS, n=129), "spec.n", "129 must .* at most 128"),
+    (GenerateSpec(token_ids=IDS, priority=1001), "spec.priority", "1001 must .* at most 1000"),
+    (GenerateSpec(token_ids=IDS, priority=-1001), "spec.priority", "-1001 must be at least -1000"),
+    (GenerateSpec(token_ids=IDS, cache_salt="é" * 65), "spec.cache_salt", "130 bytes .* 128"),
+    (beams(BeamSearch()), "spec.beam_search.beam_width", "0 must be at least n, which is 1"),
+    (beams(BeamSearch(beam_width=33)), "spec.beam_search.beam_width", "at most 32"),
+    (beams(BeamSearch(beam_width=2), n=3), "spec.beam_search.beam_width", "2 must be at least n, which is 3"),
+    (
+        beams(BeamSearch(beam_width=2, length_penalty=float("nan"))),
+        "spec.beam_search.length_penalty",
+        "nan must be at least -10",
+    ),
+    (
+        beams(BeamSearch(beam_width=2), sampling=SamplingParams(temperature=1)),
+        "spec.sampling.temperature",
+        "no meaning in a beam search",
+    ),
+    (
+        beams(BeamSearch(beam_width=2), stop=StopConditions(strings=["a"])),
+        "spec.stop.strings",
+        "don't go with a beam search",
+    ),
     (prior(PriorOutput(token_ids=[4]), seed=None), "spec.sampling.seed", "required with prior_outputs"),
     (prior(PriorOutput(index=1)), "spec.prior_outputs[0].index", "1 must be less than n"),
     (prior(PriorOutput(), PriorOutput()), "spec.prior_outputs[1].index", "twice"),
@@ -105,12 +133,8 @@ INVALID = [
     (prior(PriorOutput(token_ids=[4, 1])), "spec.prior_outputs[0].token_ids", "stop token 1"),
 ]
 UNSERVED = [
-    (GenerateSpec(token_ids=IDS, n=2), "spec.n"),
-    (GenerateSpec(token_ids=IDS, beam_search=BeamSearch(beam_width=2)), "spec.beam_search"),
     (GenerateSpec(token_ids=IDS, constraint=Constraint(json_object=True)), "spec.constraint"),
     (GenerateSpec(token_ids=IDS, adapter="lora"), "spec.adapter"),
-    (GenerateSpec(token_ids=IDS, priority=-1), "spec.priority"),
-    (GenerateSpec(token_ids=IDS, cache_salt="x"), "spec.cache_salt"),
 ]
 
 
@@ -218,3 +242,16 @@ def unpack(packed: bytes) -> dict[str, Any]:
         name = detail.TypeName().rpartition(".")[2]
         found[name] = getattr(error_details_pb2, name).FromString(detail.value)
     return found
+
+
+async def test_a_beam_search_gets_its_defaults(prompts: PromptEncoder) -> None:
+    request = await validate(beams(BeamSearch(beam_width=4), n=2), LIMITS, prompts)
+
+    assert request.n == 2
+    assert request.beam_search == BeamSearch(beam_width=4, length_penalty=1, early_stopping=False)
+
+
+async def test_priority_and_salt_are_carried(prompts: PromptEncoder) -> None:
+    request = await validate(GenerateSpec(token_ids=IDS, priority=-3, cache_salt="mine"), LIMITS, prompts)
+
+    assert (request.priority, request.cache_salt) == (-3, "mine")

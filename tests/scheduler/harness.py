@@ -2,14 +2,17 @@
 
 from collections import deque
 from collections.abc import Sequence as Items
+from typing import Any
 
 from pagoda.scheduler.v1.scheduler_pb2 import RequestKey, Submit
-from pagoda.v1.inference_pb2 import FinishReason
+from pagoda.v1.inference_pb2 import BeamSearch, FinishReason
 from pagoda.v1.sampling_pb2 import SamplingParams
 from scheduler.admission import make_request
+from scheduler.invariants import check
 from scheduler.outbox import Outbox
 from scheduler.request import Request
-from scheduler.scheduler import Limits, Scheduler, StepPlan
+from scheduler.scheduler import Limits, Scheduler
+from scheduler.step_plan import StepPlan
 from tests.scheduler.fake_shard import VOCAB_SIZE, FakeShard
 
 
@@ -19,20 +22,42 @@ def limits(
     max_num_seqs: int = 4,
     max_num_batched_tokens: int = 16,
     max_model_len: int = 256,
+    num_host_blocks: int = 0,
+    preemption_mode: str = "auto",
+    prefix_caching: bool = True,
 ) -> Limits:
-    return Limits(num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len, VOCAB_SIZE)
+    return Limits(
+        num_blocks,
+        block_size,
+        max_num_seqs,
+        max_num_batched_tokens,
+        max_model_len,
+        VOCAB_SIZE,
+        num_host_blocks,
+        preemption_mode,
+        prefix_caching,
+    )
 
 
 def submit(
-    name: str, prompt: Items[int], max_tokens: int = 0, stop: Items[int] = (), seed: int = 0
+    name: str,
+    prompt: Items[int],
+    max_tokens: int = 0,
+    stop: Items[int] = (),
+    n: int = 1,
+    beam_width: int = 0,
+    **fields: Any,
 ) -> Submit:
+    beams = BeamSearch(beam_width=beam_width, length_penalty=1) if beam_width else None
     return Submit(
         key=RequestKey(request_id=name, attempt=1),
         prompt_token_ids=prompt,
         max_tokens=max_tokens,
         stop_token_ids=stop,
-        n=1,
-        sampling=SamplingParams(temperature=0, top_p=1, repetition_penalty=1, seed=seed),
+        n=n,
+        beam_search=beams,
+        sampling=SamplingParams(temperature=0, top_p=1, repetition_penalty=1),
+        **fields,
     )
 
 
@@ -43,28 +68,42 @@ class Harness:
         self.limits = lim
         self.scheduler = Scheduler(lim)
         self.requests: dict[str, Request] = {}
-        self.outputs: dict[str, list[int]] = {}
+        # By request and output.
+        self.all_outputs: dict[tuple[str, int], list[int]] = {}
+        self.scores: dict[tuple[str, int], float] = {}
         self.reasons: dict[str, FinishReason.ValueType] = {}
         self.in_flight: deque[StepPlan] = deque()
         self.shard = self._new_shard()
 
     def _new_shard(self) -> FakeShard:
         lim = self.limits
-        return FakeShard(lim.num_blocks, lim.block_size, lim.max_num_seqs, lim.max_num_batched_tokens)
+        return FakeShard(
+            lim.num_blocks,
+            lim.block_size,
+            lim.max_num_seqs,
+            lim.max_num_batched_tokens,
+            lim.num_host_blocks,
+        )
+
+    @property
+    def outputs(self) -> dict[str, list[int]]:
+        """The first output of each request."""
+        return {name: tokens for (name, index), tokens in self.all_outputs.items() if index == 0}
 
     def add(self, message: Submit, arrival: float = 0.0) -> Request:
         name = message.key.request_id
-        rank = (arrival, len(self.requests))
-        request = make_request(message, Outbox(), self.limits, "revision", rank)
+        arrived = (arrival, len(self.requests))
+        request = make_request(message, Outbox(), self.limits, "revision", arrived)
         self.requests[name] = request
-        self.outputs[name] = []
+        for index in range(max(message.n, 1)):
+            self.all_outputs[name, index] = []
         self.scheduler.add(request)
-        self.scheduler.check()
+        check(self.scheduler)
         return request
 
     def send(self) -> StepPlan | None:
         plan = self.scheduler.plan()
-        self.scheduler.check()
+        check(self.scheduler)
         if plan:
             self.in_flight.append(plan)
         return plan
@@ -73,18 +112,20 @@ class Harness:
         """The shard executes the oldest command, and its result comes back."""
         plan = self.in_flight.popleft()
         for output in self.scheduler.process(plan, self.shard.execute(plan.command)):
-            name = output.sequence.request.key[0]
-            self.outputs[name].append(output.sampled.token_id)
+            key = (output.sequence.request.key[0], output.sequence.output_index)
+            self.all_outputs[key] += output.token_ids
             if output.finish_reason:
-                self.reasons[name] = output.finish_reason
-        self.scheduler.check()
+                self.reasons[key[0]] = output.finish_reason
+            if output.score is not None:
+                self.scores[key] = output.score
+        check(self.scheduler)
 
     def fail(self) -> None:
         """The shard is lost with the steps in flight."""
         self.in_flight.clear()
         self.scheduler.reset()
         self.shard = self._new_shard()
-        self.scheduler.check()
+        check(self.scheduler)
 
     def run(self, max_steps: int = 3_000) -> int:
         """Two steps in flight until all is done; returns the number of steps."""

@@ -15,6 +15,7 @@ from pagoda.scheduler.v1.scheduler_pb2 import Abort, RequestRefused
 from pagoda.v1.inference_pb2 import FINISH_REASON_LENGTH, BeamSearch, Constraint, FinishReason, PriorOutput
 from scheduler.config import SchedulerConfig
 from scheduler.engine import Engine, FatalError
+from scheduler.invariants import check
 from scheduler.outbox import Outbox
 from tests.scheduler.fake_client import FakeShardClient, description
 from tests.scheduler.fake_shard import expected_output
@@ -29,7 +30,11 @@ class Router:
         self.outbox = Outbox()
         self.accepted: list[str] = []
         self.refused: dict[str, RequestRefused] = {}
+        # Of the first output; of all of them by index.
         self.tokens: dict[str, list[int]] = {}
+        self.outputs: dict[tuple[str, int], list[int]] = {}
+        self.cached: dict[str, int] = {}
+        self.finished = 0
         self.reasons: dict[str, FinishReason.ValueType] = {}
         self._changed = asyncio.Event()
         self._reader = asyncio.create_task(self._read())
@@ -44,7 +49,10 @@ class Router:
                 for output in message.outputs.sequences:
                     name = output.key.request_id
                     assert name in self.accepted
-                    self.tokens.setdefault(name, []).extend(output.token_ids)
+                    self.outputs.setdefault((name, output.output_index), []).extend(output.token_ids)
+                    self.tokens[name] = self.outputs.get((name, 0), [])
+                    self.cached.setdefault(name, output.cached_tokens)
+                    self.finished += bool(output.finish_reason)
                     if output.finish_reason:
                         self.reasons[name] = output.finish_reason
             self._changed.set()
@@ -82,8 +90,8 @@ async def serving(
             await running
         yield engine, client, router
         assert engine.scheduler
-        engine.scheduler.check()
-        assert engine.scheduler.pool.num_used == 0, "blocks are left"
+        check(engine.scheduler)
+        assert engine.scheduler.blocks.device.num_used == 0, "blocks are left"
     finally:
         router.close()
         running.cancel()
@@ -120,11 +128,11 @@ async def test_abort_frees_blocks_before_the_next_step() -> None:
         engine.submit(router.outbox, message)
         await client.until_sent(2)
         assert engine.scheduler
-        assert engine.scheduler.pool.num_used == 3
+        assert engine.scheduler.blocks.device.num_used == 3
 
         engine.abort(router.outbox, Abort(key=message.key))
 
-        assert engine.scheduler.pool.num_used == 0
+        assert engine.scheduler.blocks.device.num_used == 0
         client.may_answer.set()
 
 
@@ -150,6 +158,33 @@ async def test_a_deadline_ends_the_request() -> None:
         await router.until(lambda: router.refused)
         client.may_answer.set()
     assert router.refused["a"].code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+
+
+async def test_several_outputs_of_one_prompt() -> None:
+    async with serving() as (engine, client, router):
+        engine.submit(router.outbox, submit("a", [1, 2, 3, 4, 5], 10, n=3))
+        await router.until(lambda: router.finished == 3)
+    for index in range(3):
+        expected = expected_output([1, 2, 3, 4, 5], 10, output_index=index)
+        assert router.outputs["a", index] == expected
+    # The prompt is computed once.
+    computed = sum(s.num_tokens for command in client.commands for s in command.scheduled)
+    assert computed == 5 + 3 * 9
+
+
+async def test_the_prompt_of_later_requests_is_found() -> None:
+    prompt = list(range(50))
+    async with serving() as (engine, _, router):
+        engine.submit(router.outbox, submit("first", prompt, 2))
+        await router.until(lambda: router.finished == 1)
+        engine.submit(router.outbox, submit("second", prompt, 2))
+        engine.submit(router.outbox, submit("salted", prompt, 2, cache_salt="mine"))
+        await router.until(lambda: router.finished == 3)
+        assert engine.flush_prefix_cache() > 0
+        engine.submit(router.outbox, submit("after", prompt, 2))
+        await router.until(lambda: router.finished == 4)
+    assert router.cached == {"first": 0, "second": 48, "salted": 0, "after": 0}
+    assert router.tokens["second"] == router.tokens["first"] == router.tokens["after"]
 
 
 async def test_a_lost_shard_is_a_pause_without_a_lost_or_repeated_token() -> None:
@@ -208,8 +243,9 @@ async def test_resumed_outputs_go_on_where_they_were() -> None:
         ({"prompt_token_ids": [1000]}, "INVALID_ARGUMENT", "token id 1000"),
         ({"max_tokens": 255}, "INVALID_ARGUMENT", "at most 254"),
         ({"model_revision": "other"}, "FAILED_PRECONDITION", "'other'"),
-        ({"n": 2}, "UNIMPLEMENTED", "spec.n"),
-        ({"beam_search": BeamSearch(beam_width=2)}, "UNIMPLEMENTED", "spec.beam_search"),
+        ({"n": 5}, "INVALID_ARGUMENT", "5 is above max_num_seqs"),
+        ({"beam_search": BeamSearch(beam_width=5)}, "INVALID_ARGUMENT", "5 is above max_num_seqs"),
+        ({"n": 4, "max_tokens": 80}, "INVALID_ARGUMENT", "for 4 sequences holds"),
         ({"constraint": Constraint(regex="a")}, "UNIMPLEMENTED", "spec.constraint"),
         ({"adapter": "lora"}, "UNIMPLEMENTED", "spec.adapter"),
         ({"prior_outputs": [PriorOutput(token_ids=[1] * 9)]}, "INVALID_ARGUMENT", "9 prior tokens"),

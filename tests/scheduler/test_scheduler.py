@@ -3,6 +3,7 @@
 import pytest
 
 from pagoda.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from scheduler.invariants import check
 from scheduler.request import State
 from scheduler.scheduler import SUSPECT_AFTER_FAILED_STEPS, blame
 from tests.scheduler.fake_shard import expected_output
@@ -26,7 +27,7 @@ def test_one_request_alone(length: int, max_tokens: int) -> None:
 
     assert harness.outputs["a"] == expected_output(prompt, max_tokens)
     assert harness.reasons["a"] == FINISH_REASON_LENGTH
-    assert harness.scheduler.pool.num_used == 0
+    assert harness.scheduler.blocks.device.num_used == 0
     # The last token is never computed; nothing else is computed twice.
     assert harness.shard.computed_tokens == length + max_tokens - 1
 
@@ -107,7 +108,7 @@ def test_the_latest_arrival_is_preempted_and_all_outputs_stay_right() -> None:
         harness.receive()
 
     assert preempted[0] == "c"
-    assert harness.scheduler.num_preemptions >= 1
+    assert harness.scheduler.totals.preemptions >= 1
     for name in "abc":
         assert harness.outputs[name] == expected_output([ord(name)] * 4, 20)
 
@@ -116,9 +117,9 @@ def test_a_paused_sequence_keeps_the_token_that_was_in_flight() -> None:
     harness = Harness(limits(num_blocks=4, max_num_batched_tokens=32))
     harness.add(submit("a", [1] * 4, 9))
     harness.add(submit("b", [2] * 4, 9))
-    while not harness.scheduler.num_preemptions:
+    while not harness.scheduler.totals.preemptions:
         harness.send()
-        if len(harness.in_flight) == 2 and not harness.scheduler.num_preemptions:
+        if len(harness.in_flight) == 2 and not harness.scheduler.totals.preemptions:
             harness.receive()
 
     paused = harness.scheduler.waiting[0]
@@ -144,8 +145,8 @@ def test_finish_frees_at_once_wherever_the_sequence_is(state: State) -> None:
 
     harness.scheduler.finish(sequence)
 
-    harness.scheduler.check()
-    assert harness.scheduler.pool.num_used == (0 if state is State.RUNNING else 3)
+    check(harness.scheduler)
+    assert harness.scheduler.blocks.device.num_used == (0 if state is State.RUNNING else 3)
     harness.run()
     other = "b" if name == "a" else "a"
     assert harness.outputs[other] == expected_output([1 if other == "a" else 2] * 9, 9)

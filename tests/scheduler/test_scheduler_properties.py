@@ -1,11 +1,33 @@
-"""Any arrivals, cancels and failures, on pools down to one request's need."""
+"""Any arrivals, forks, beams, cancels, swaps and failures, on pools down to one request's need."""
+
+from dataclasses import dataclass
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.scheduler.fake_shard import expected_output
+from scheduler.beam_search import BeamSearch
+from scheduler.invariants import check
+from tests.scheduler.fake_shard import expected_beams, expected_output
 from tests.scheduler.harness import Harness, limits, submit
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request that was made."""
+
+    prompt: list[int]
+    max_tokens: int
+    stop: frozenset[int]
+    n: int
+    beam_width: int
+
+    def outputs(self) -> list[list[int]]:
+        """What it gives when it runs alone, with unlimited memory."""
+        if self.beam_width:
+            search = BeamSearch(self.beam_width, 1, False, self.stop, self.max_tokens)
+            return expected_beams(self.prompt, search)[: self.n]
+        return [expected_output(self.prompt, self.max_tokens, self.stop, index) for index in range(self.n)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -17,9 +39,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         spare_budget=st.integers(0, 20),
         depth=st.integers(1, 4),
+        num_host_blocks=st.sampled_from([0, 2, 30]),
+        mode=st.sampled_from(["auto", "recompute", "swap"]),
+        prefix_caching=st.booleans(),
     )
     def start(
-        self, num_blocks: int, block_size: int, max_num_seqs: int, spare_budget: int, depth: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        spare_budget: int,
+        depth: int,
+        num_host_blocks: int,
+        mode: str,
+        prefix_caching: bool,
     ) -> None:
         self.depth = depth
         self.harness = Harness(
@@ -28,24 +61,36 @@ class SchedulerMachine(RuleBasedStateMachine):
                 block_size=block_size,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_seqs + block_size + spare_budget,
+                num_host_blocks=num_host_blocks,
+                preemption_mode=mode,
+                prefix_caching=prefix_caching,
             )
         )
-        self.wanted: dict[str, tuple[list[int], int, frozenset[int]]] = {}
+        self.wanted: dict[str, Wanted] = {}
         self.cancelled: set[str] = set()
 
-    @rule(data=st.data(), token=st.integers(0, 999), stops=st.booleans())
-    def arrive(self, data: st.DataObject, token: int, stops: bool) -> None:
+    @rule(data=st.data(), token=st.integers(0, 2), stops=st.booleans(), kind=st.sampled_from("111nnb"))
+    def arrive(self, data: st.DataObject, token: int, stops: bool, kind: str) -> None:
         lim = self.harness.limits
-        slots = lim.num_blocks * lim.block_size
-        longest = data.draw(st.sampled_from([1, 4, slots]), label="longest prompt")
+        width = 1 if kind == "1" else data.draw(st.integers(1, lim.max_num_seqs), label="sequences")
+        beam_width = width if kind == "b" else 0
+        n = data.draw(st.integers(1, width), label="n") if beam_width else width
+        slots = lim.num_blocks // width * lim.block_size
+        if not slots:
+            return
+        longest = data.draw(st.sampled_from([1, 4, 9, slots]), label="longest prompt")
         length = data.draw(st.integers(1, min(longest, slots)), label="prompt length")
         max_tokens = data.draw(st.integers(1, min(slots + 1 - length, 25)), label="max_tokens")
-        prompt = [(token + index) % 1000 for index in range(length)]
-        output = expected_output(prompt, max_tokens)
-        stop = frozenset([output[len(output) // 2]]) if stops else frozenset[int]()
+        # Few different prompts, so that prefixes meet.
+        prompt = [(token * 100 + index) % 1000 for index in range(length)]
+        stop = frozenset[int]()
+        if stops:
+            output = Wanted(prompt, max_tokens, stop, 1, beam_width).outputs()[0]
+            stop = frozenset([output[len(output) // 2]])
         name = f"request {len(self.wanted)}"
-        self.wanted[name] = (prompt, max_tokens, stop)
-        self.harness.add(submit(name, prompt, max_tokens, tuple(stop)), arrival=len(self.wanted))
+        self.wanted[name] = Wanted(prompt, max_tokens, stop, n, beam_width)
+        message = submit(name, prompt, max_tokens, tuple(stop), n, beam_width)
+        self.harness.add(message, arrival=len(self.wanted))
 
     @precondition(lambda self: len(self.harness.in_flight) < self.depth)
     @rule()
@@ -77,10 +122,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.wanted)))
         request = self.harness.requests[name]
-        if not request.finished:
-            self.cancelled.add(name)
-            self.harness.scheduler.finish(request.sequences[0])
-            self.harness.scheduler.check()
+        if request.finished:
+            return
+        self.cancelled.add(name)
+        sequences = list(request.sequences)
+        if not request.beams and data.draw(st.booleans(), label="one output"):
+            sequences = sequences[:1]
+        for sequence in sequences:
+            self.harness.scheduler.finish(sequence)
+            check(self.harness.scheduler)
 
     @precondition(lambda self: self.harness.in_flight)
     @rule(luck=st.integers(0, 3))
@@ -88,22 +138,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not luck:
             self.harness.fail()
 
+    @rule()
+    def flush_the_cache(self) -> None:
+        self.harness.scheduler.blocks.device.flush()
+        check(self.harness.scheduler)
+
     def teardown(self) -> None:
         if not hasattr(self, "harness"):
             return
         self.harness.run()
-        assert self.harness.scheduler.pool.num_used == 0
-        for name, (prompt, max_tokens, stop) in self.wanted.items():
-            expected = expected_output(prompt, max_tokens, stop)
-            got = self.harness.outputs[name]
-            if name in self.cancelled:
-                assert got == expected[: len(got)]
-            else:
-                assert got == expected
+        assert self.harness.scheduler.blocks.device.num_used == 0
+        assert self.harness.scheduler.blocks.host.num_used == 0
+        for name, wanted in self.wanted.items():
+            for index, expected in enumerate(wanted.outputs()):
+                got = self.harness.all_outputs[name, index]
+                if name in self.cancelled:
+                    assert got == expected[: len(got)]
+                else:
+                    assert got == expected
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=200,
+    max_examples=300,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -125,7 +125,7 @@ async def test_abort_and_a_broken_stream_free_the_blocks(stack: tuple[Stack, grp
     async with asyncio.timeout(5):
         while scheduler.running or scheduler.waiting:  # noqa: ASYNC110
             await asyncio.sleep(0)
-    assert scheduler.pool.num_used == 0
+    assert scheduler.blocks.device.num_used == 0
 
 
 async def test_draining_is_announced_and_closing_ends_the_stream(

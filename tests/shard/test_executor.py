@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pagoda.shard.v1.shard_pb2 import (
-    AppendBlocks,
     BlockCopy,
+    BlockUpdate,
     ConfigureRequest,
     ExecuteRequest,
     Fork,
@@ -88,7 +88,7 @@ def test_blocks_are_appended_before_they_are_needed(executor: StepExecutor, refe
     configure(executor)
     first = step(executor, joins=[join(0, PROMPT[:4], [5])], counts={0: 4})[0]
 
-    second = step(executor, appends=[AppendBlocks(slot=0, block_ids=[2])], counts={0: 1})[0]
+    second = step(executor, block_updates=[BlockUpdate(slot=0, start=1, block_ids=[2])], counts={0: 1})[0]
 
     assert second == best(reference, [*PROMPT[:4], first])
 
@@ -141,6 +141,61 @@ def test_a_copied_block_diverges_from_its_source(executor: StepExecutor, referen
     }
 
 
+def test_a_fork_samples_from_its_sources_logits_and_goes_its_own_way(
+    executor: StepExecutor, reference: Any
+) -> None:
+    configure(executor)
+    copy = join(2, [], [0, 1, 2], computed=10)
+    copy.prompt_length = 10
+
+    first = step(
+        executor,
+        joins=[join(0, PROMPT, [0, 1, 2])],
+        counts={0: 10},
+        forks=[Fork(source_slot=0, targets=[copy])],
+    )
+    second = step(
+        executor,
+        block_updates=[BlockUpdate(slot=2, start=2, block_ids=[6])],
+        copies=[BlockCopy(source=2, destination=6)],
+        next_tokens=[NextToken(slot=2, token_id=77)],
+        counts={0: 1, 2: 1},
+    )
+
+    sampled = best(reference, PROMPT)
+    assert first == {0: sampled, 2: sampled}
+    assert second == {0: best(reference, [*PROMPT, sampled]), 2: best(reference, [*PROMPT, 77])}
+
+
+def test_swapped_blocks_come_back_elsewhere_as_they_were(executor: StepExecutor, reference: Any) -> None:
+    configure(executor, num_host_blocks=3)
+    first = step(executor, joins=[join(0, PROMPT, [0, 1, 2])], counts={0: 10})[0]
+    outs = [BlockCopy(source=block, destination=2 - block) for block in range(3)]
+    other = random_tokens(12, seed=9)
+
+    # The blocks are given out again in the command that saves them.
+    step(executor, leaves=[0], swap_outs=outs, joins=[join(1, other, [2, 1, 0])], counts={1: 12})
+    ins = [BlockCopy(source=2 - block, destination=5 + block) for block in range(3)]
+    back = join(0, [*PROMPT, first], [5, 6, 7], computed=10)
+    result = step(executor, swap_ins=ins, joins=[back], counts={0: 1})
+
+    assert result == {0: best(reference, [*PROMPT, first])}
+
+
+def test_a_beam_gets_its_likeliest_continuations(executor: StepExecutor, reference: Any) -> None:
+    configure(executor)
+    beam = join(0, PROMPT, [0, 1, 2])
+    beam.num_candidates = 5
+
+    command = ExecuteRequest(joins=[beam], scheduled=[Scheduled(slot=0, num_tokens=10)])
+    (sampled,) = executor.execute(command).to_proto().sampled
+
+    expected = oracle_logits(reference, PROMPT)[-1].log_softmax(-1).topk(5)
+    assert [c.token_id for c in sampled.candidates] == expected.indices.tolist()
+    assert [c.logprob for c in sampled.candidates] == pytest.approx(expected.values.tolist(), abs=1e-4)
+    assert not sampled.HasField("logprobs")
+
+
 def test_an_override_replaces_the_sampled_token(executor: StepExecutor, reference: Any) -> None:
     configure(executor)
     step(executor, joins=[join(0, PROMPT, [0, 1, 2])], counts={0: 10})
@@ -182,8 +237,20 @@ def test_nothing_scheduled_is_no_error(executor: StepExecutor) -> None:
         {"joins": [join(0, PROMPT, [0, 1])], "counts": {0: 10}},
         {"joins": [join(0, PROMPT, [0, 1, 2])], "counts": {0: 11}},
         {"joins": [join(0, PROMPT, [0, 1, 2])], "counts": {0: 0}},
-        {"swap_outs": [BlockCopy()]},
-        {"forks": [Fork()]},
+        {
+            "joins": [join(0, PROMPT, [0, 1, 2])],
+            "block_updates": [BlockUpdate(slot=0, start=4, block_ids=[5])],
+        },
+        {
+            "joins": [join(0, PROMPT, [0, 1, 2])],
+            "counts": {0: 4},
+            "forks": [Fork(source_slot=0, targets=[join(1, [], [0, 1, 2])])],
+        },
+        {
+            "joins": [join(0, PROMPT, [0, 1, 2])],
+            "counts": {0: 10},
+            "forks": [Fork(source_slot=0, targets=[join(0, [], [0, 1, 2])])],
+        },
     ],
 )
 def test_a_command_that_contradicts_the_slots_is_an_error(
