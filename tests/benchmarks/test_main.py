@@ -1,0 +1,76 @@
+"""Each benchmark runs, small, and prints the lines that it promises."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import kv_waste, scheduler, simulate
+
+Capture = pytest.CaptureFixture[str]
+
+# A pool that stays full for most of the run.
+FULL = ["--num-blocks=300", "--requests=400"]
+
+
+def lines(capsys: Capture) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_waste_stays_within_its_limits(capsys: Capture) -> None:
+    kv_waste.main(FULL)
+
+    chat, short = lines(capsys)
+    assert (chat["trace"], short["trace"]) == ("sharegpt-like", "alpaca-like")
+    assert chat["mean_used_ratio"] > 0.7
+    assert 0 < chat["waste_ratio"] < 0.04
+    assert short["waste_ratio"] <= 1.15 * short["floor_ratio"]
+    # Less would be wrong: half a block per sequence can't be had back.
+    assert short["waste_ratio"] >= 0.9 * short["floor_ratio"]
+
+
+def test_waste_is_the_same_each_time(capsys: Capture) -> None:
+    kv_waste.main(["--requests=40"])
+    kv_waste.main(["--requests=40"])
+
+    first_chat, first_short, *again = lines(capsys)
+    assert again == [first_chat, first_short]
+
+
+def test_the_scheduler_benchmark_gives_each_part(capsys: Capture) -> None:
+    scheduler.main(["--running", "4", "8", "--steps=5"])
+
+    found = lines(capsys)
+    assert [line["running"] for line in found] == [4, 8]
+    for line in found:
+        assert set(line) == {"running", "step_us", "plan_us", "process_us", "deliver_us"}
+        assert line["step_us"] > 0
+
+
+def test_the_simulator_gives_latencies_and_rates(capsys: Capture) -> None:
+    simulate.main(["agents", "--requests=50", "--sweep-requests=20"])
+
+    paged, caching, *others, run = lines(capsys)
+    assert run["finished"] == 56
+    assert run["prefix_hit_ratio"] > 0.5
+    assert {"ttft_p99_s", "itl_p99_s", "waste_ratio", "recomputes", "swaps", "wall_s"} <= set(run)
+    assert (paged["server"], caching["server"], run["server"]) == ("paged", "paged-caching", "paged-caching")
+    assert paged["paged_ratio"] == 1.0
+    assert [line["server"] for line in others] == [
+        "static-max",
+        "continuous-max",
+        "continuous-pow2",
+        "continuous-oracle",
+    ]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="the extra `bench` is not installed")
+def test_results_are_kept(tmp_path: Path, capsys: Capture) -> None:
+    simulate.main(["--requests=0", "--sweep-requests=10", f"--results={tmp_path}"])
+
+    settings, *kept = [json.loads(line) for line in (tmp_path / "simulate.jsonl").read_text().splitlines()]
+    assert {"date", "hardware", "seed", "fixed_s"} <= set(settings)
+    assert kept[:6] == lines(capsys)
+    assert (tmp_path / "simulate.png").read_bytes().startswith(b"\x89PNG")
