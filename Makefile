@@ -55,7 +55,7 @@ $(RUNTIME): $(LISTS)
 	@touch $@
 
 $(DEV): $(LISTS) | $(RUNTIME)
-	$(INSTALL) router shard launcher build dev
+	$(INSTALL) router shard launcher build dev bench
 	@touch $@
 
 $(MODEL_PACKAGE): pyproject.toml | $(RUNTIME)
