@@ -91,7 +91,7 @@ async def measure(running: int, steps: int) -> dict[str, float]:
         if not message.HasField("outputs"):
             continue
         now = (time.thread_time(), shard.stream.busy_s, plan.total_s, process.total_s)
-        decoding += len(message.outputs.sequences) == running
+        decoding += len(message.outputs.handles) == running
         if decoding > WARM_UP_STEPS:
             samples.append(tuple(after - before for after, before in zip(now, last, strict=True)))
         last = now

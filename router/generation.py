@@ -125,12 +125,22 @@ class Generation:
         self._connection = None
         self._wake.set()
 
+    def on_token(self, output_index: int, token_id: int) -> None:
+        if output_index >= self._request.n or self._finished[output_index]:
+            return
+        self._observe(output_index, 1)
+        self._token_ids[output_index].append(token_id)
+        if pending := self._pending.get(output_index):
+            pending.token_ids.append(token_id)
+        else:
+            self._pending[output_index] = SequenceOutput(output_index=output_index, token_ids=[token_id])
+        self._wake.set()
+
     def on_output(self, output: SequenceOutput) -> None:
         index = output.output_index
         if index >= self._request.n or self._finished[index]:
             return
-        if not self._last_arrival[index]:
-            self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         self._observe(index, len(output.token_ids))
         self._token_ids[index].extend(output.token_ids)
         self._finished[index] = output.finish_reason != 0

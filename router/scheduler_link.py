@@ -18,6 +18,7 @@ from pagoda.scheduler.v1.scheduler_pb2 import (
     SequenceOutput,
     ServeRequest,
     ServeResponse,
+    StepOutputs,
     Submit,
     Welcome,
 )
@@ -42,6 +43,9 @@ class Sink(Protocol):
 
     def on_refused(self, refused: RequestRefused) -> None:
         """Nothing more comes."""
+
+    def on_token(self, output_index: int, token_id: int) -> None:
+        """One token more, and nothing else."""
 
     def on_output(self, output: SequenceOutput) -> None: ...
 
@@ -68,6 +72,9 @@ class Connection:
         self._load = Load()
         self._unreported_tokens = 0
         self._live: dict[Key, Sink] = {}
+        # By the numbers that the scheduler gave them.
+        self._numbers: dict[Key, int] = {}
+        self._numbered: dict[int, Sink] = {}
         # What a request has to say and what was not sent yet. A submit that still waits is withdrawn by
         # its abort, so that a scheduler that doesn't read makes this no longer than there are requests.
         self._outbox: dict[tuple[Key, int | None], ServeRequest] = {}
@@ -89,7 +96,7 @@ class Connection:
     def abort(self, key: Key, output_index: int | None = None) -> None:
         """Ends a request, or one of its outputs."""
         if output_index is None:
-            self._live.pop(key, None)
+            self._forget(key)
             if self._outbox.pop((key, None), None) is not None:
                 return
         wire_key = RequestKey(request_id=key[0], attempt=key[1])
@@ -97,7 +104,7 @@ class Connection:
 
     def forget(self, key: Key) -> None:
         """The request is over on both sides."""
-        self._live.pop(key, None)
+        self._forget(key)
 
     def _send(self, key: Key, output_index: int | None, message: ServeRequest) -> None:
         self._outbox[key, output_index] = message
@@ -119,6 +126,7 @@ class Connection:
         """
         match response.WhichOneof("message"):
             case "outputs":
+                self._dispatch_tokens(response.outputs)
                 for output in response.outputs.sequences:
                     if sink := self._live.get(_key(output.key)):
                         sink.on_output(output)
@@ -126,9 +134,11 @@ class Connection:
                     self._load, self._unreported_tokens = response.outputs.load, 0
             case "accepted":
                 if sink := self._live.get(_key(response.accepted.key)):
+                    self._numbers[_key(response.accepted.key)] = response.accepted.number
+                    self._numbered[response.accepted.number] = sink
                     sink.on_accepted()
             case "refused":
-                if sink := self._live.pop(_key(response.refused.key), None):
+                if sink := self._forget(_key(response.refused.key)):
                     sink.on_refused(response.refused)
             case "draining":
                 self.draining = True
@@ -140,6 +150,17 @@ class Connection:
                         "they may be one apart"
                     )
                 self.welcome, self._load = response.welcome, response.welcome.load
+
+    def _dispatch_tokens(self, outputs: StepOutputs) -> None:
+        for handle, token_id in zip(outputs.handles, outputs.token_ids, strict=True):
+            if sink := self._numbered.get(handle >> 8):
+                sink.on_token(handle & 0xFF, token_id)
+
+    def _forget(self, key: Key) -> Sink | None:
+        number = self._numbers.pop(key, None)
+        if number is not None:
+            del self._numbered[number]
+        return self._live.pop(key, None)
 
     def lose(self) -> None:
         """Tells every live request that the stream is gone."""

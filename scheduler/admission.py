@@ -5,6 +5,7 @@ would harm a shard.
 """
 
 from collections.abc import Iterable
+from typing import Final
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -15,6 +16,9 @@ from scheduler.block_hash import root_hash
 from scheduler.outbox import Outbox
 from scheduler.request import Request, Sequence, State
 from scheduler.scheduler import Limits
+
+# Sequences of one request: an output's index has a byte in its handle.
+MAX_WIDTH: Final = 256
 
 
 class RefusedError(Exception):
@@ -71,9 +75,11 @@ def make_request(
             raise RefusedError(grpc.StatusCode.UNIMPLEMENTED, f"{field} is not served yet", field)
 
     width = max(submit.n, submit.beam_search.beam_width, 1)
-    if width > limits.max_num_seqs:
+    if width > min(limits.max_num_seqs, MAX_WIDTH):
         field = "spec.beam_search.beam_width" if submit.beam_search.beam_width > submit.n else "spec.n"
-        raise RefusedError(invalid, f"{width} is above max_num_seqs, which is {limits.max_num_seqs}", field)
+        raise RefusedError(
+            invalid, f"{width} is above max_num_seqs, which is {min(limits.max_num_seqs, MAX_WIDTH)}", field
+        )
     max_length = _max_length(submit, limits, width)
     request = Request(
         submit_key(submit),

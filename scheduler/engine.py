@@ -14,7 +14,7 @@ import grpc
 from common.probes import Probes
 from common.version import PROTOCOL_VERSION
 from pagoda.scheduler.v1.scheduler_pb2 import Abort, Load, RequestKey, SequenceOutput, Submit
-from pagoda.shard.v1.shard_pb2 import ConfigureRequest, DescribeResponse, ExecuteResponse
+from pagoda.shard.v1.shard_pb2 import ConfigureRequest, DescribeResponse, ExecuteResponse, Sampled
 from pagoda.v1.inference_pb2 import FinishReason
 from scheduler import metrics
 from scheduler.admission import RefusedError, make_request, seconds, submit_key
@@ -81,7 +81,7 @@ class Engine:
             metrics.REFUSED.labels(refused.code.name).inc()
             outbox.refuse(refused.to_proto(submit))
             return
-        outbox.accept(submit.key)
+        outbox.accept(submit.key, request.number)
         if request.finished:
             return
         self._requests[outbox, request.key] = request
@@ -353,10 +353,15 @@ class Engine:
             self._deliver(output)
         load = self.load()
         for outbox in {output.sequence.request.outbox for output in outputs}:
-            outbox.set_load(load)
+            outbox.flush(load)
 
     def _deliver(self, output: SequenceResult) -> None:
         sequence, token_ids, finish_reason, sampled, score = output
+        if not (
+            finish_reason or sequence.reports_cached or sampled is None or _is_more_than_a_token(sampled)
+        ):
+            sequence.request.outbox.add_token(sequence.handle, token_ids[0])
+            return
         request = sequence.request
         if sampled and sampled.invalid:
             reason = "the model's logits were not finite; the weights or the dtype don't suit this prompt"
@@ -365,15 +370,16 @@ class Engine:
         message = SequenceOutput(
             key=request.submit.key, output_index=sequence.output_index, token_ids=token_ids
         )
-        if sequence.cached_tokens:
-            message.cached_tokens = sequence.cached_tokens
+        if sequence.reports_cached:
+            message.cached_tokens = sequence.cached_tokens or 0
+            sequence.reports_cached = False
         if sampled and sampled.HasField("logprobs"):
             message.logprobs.append(sampled.logprobs)
         if finish_reason:
             message.finish_reason = finish_reason
         if score is not None:
             message.score = score
-        request.outbox.add_output((request.key, sequence.output_index), message, len(token_ids))
+        request.outbox.add_output(sequence.handle, message)
         if finish_reason:
             name = FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower()
             metrics.FINISHED.labels(name).inc()
@@ -416,3 +422,7 @@ class Engine:
     async def wait_idle(self) -> None:
         """Returns once every request has ended."""
         await self._idle.wait()
+
+
+def _is_more_than_a_token(sampled: Sampled) -> bool:
+    return sampled.invalid or sampled.HasField("logprobs")

@@ -18,16 +18,19 @@ MAX_PENDING_TOKENS = 1_000_000
 
 
 class Outbox:
-    """Merges the messages to a router that reads slowly: at most one pending output per sequence.
+    """Merges the messages to a router that reads slowly, up to a bound.
 
-    Within one flush, acceptances come first and refusals last, so that a request's messages stay in order.
+    Within one flush, acceptances come first and refusals last, plain tokens before other outputs, so that a
+    request's messages stay in order. A sequence's handle is its request's number << 8 | its output index.
     """
 
     def __init__(self) -> None:
         self._ready = asyncio.Event()
         self._accepted: list[RequestAccepted] = []
         self._refused: list[RequestRefused] = []
-        self._outputs: dict[tuple[tuple[str, int], int], SequenceOutput] = {}
+        self._outputs: dict[int, SequenceOutput] = {}
+        self._handles: list[int] = []
+        self._token_ids: list[int] = []
         self._load = Load()
         self._pending_tokens = 0
         self._extra: list[ServeResponse] = []
@@ -37,9 +40,9 @@ class Outbox:
         """The router has fallen too far behind; its stream should be dropped."""
         return self._pending_tokens > MAX_PENDING_TOKENS
 
-    def accept(self, key: RequestKey) -> None:
+    def accept(self, key: RequestKey, number: int) -> None:
         """The request is queued."""
-        self._accepted.append(RequestAccepted(key=key))
+        self._accepted.append(RequestAccepted(key=key, number=number))
         self._ready.set()
 
     def refuse(self, refusal: RequestRefused) -> None:
@@ -47,20 +50,27 @@ class Outbox:
         self._refused.append(refusal)
         self._ready.set()
 
-    def add_output(self, key: tuple[tuple[str, int], int], output: SequenceOutput, num_tokens: int) -> None:
-        """Tokens of one sequence, merged with those that still wait.
+    def add_token(self, handle: int, token_id: int) -> None:
+        """A plain token of the sequence with this handle. Not sent before `flush`."""
+        waiting = self._outputs.get(handle)
+        if waiting is None:
+            self._handles.append(handle)
+            self._token_ids.append(token_id)
+        else:
+            waiting.token_ids.append(token_id)
+        self._pending_tokens += 1
 
-        `key` is the request's key and the output's index.
-        """
-        waiting = self._outputs.setdefault(key, output)
+    def add_output(self, handle: int, output: SequenceOutput) -> None:
+        """Any output of the sequence with this handle. Not sent before `flush`."""
+        waiting = self._outputs.setdefault(handle, output)
         if waiting is not output:
             waiting.MergeFrom(output)
-        self._pending_tokens += num_tokens
-        self._ready.set()
+        self._pending_tokens += len(output.token_ids)
 
-    def set_load(self, load: Load) -> None:
-        """How busy the replica is; goes with the next outputs."""
+    def flush(self, load: Load) -> None:
+        """Lets the outputs go, with how busy the replica is."""
         self._load = load
+        self._ready.set()
 
     def add_message(self, message: ServeResponse) -> None:
         """A message about the stream itself."""
@@ -76,10 +86,17 @@ class Outbox:
     def _drain(self) -> Iterator[ServeResponse]:
         for accepted in self._accepted:
             yield ServeResponse(accepted=accepted)
-        if self._outputs:
-            yield ServeResponse(outputs=StepOutputs(sequences=self._outputs.values(), load=self._load))
+        if self._outputs or self._handles:
+            outputs = StepOutputs(
+                handles=self._handles,
+                token_ids=self._token_ids,
+                sequences=self._outputs.values(),
+                load=self._load,
+            )
+            yield ServeResponse(outputs=outputs)
         for refused in self._refused:
             yield ServeResponse(refused=refused)
         yield from self._extra
         self._accepted, self._refused, self._outputs, self._extra = [], [], {}, []
+        self._handles, self._token_ids = [], []
         self._pending_tokens = 0

@@ -46,10 +46,17 @@ class Sequence:
     num_registered: int = 0
     # Prompt tokens that the first admission found in the prefix cache.
     cached_tokens: int | None = None
+    # Whether the router is still to be told of them.
+    reports_cached: bool = False
     # Of a beam: what may come next, until the other beams have theirs; then what does, if the shard must
     # be told.
     candidates: list[Candidate] | None = None
     next_token: int | None = None
+
+    @property
+    def handle(self) -> int:
+        """What the router knows it by."""
+        return self.request.number << 8 | self.output_index
 
     @property
     def length(self) -> int:
@@ -110,6 +117,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.submit.prompt_token_ids)
+
+    @property
+    def number(self) -> int:
+        """The how manieth submission it is."""
+        return self.rank[2]
 
     @property
     def demand(self) -> int:

@@ -260,6 +260,7 @@ class Scheduler:
         self.outstanding_tokens -= sequence.num_computed
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.num_computed, sequence.request.prompt_length)
+            sequence.reports_cached = sequence.cached_tokens > 0
 
     def _blocks_missing(self, sequence: Sequence) -> int:
         return self.blocks.blocks_for(sequence.length) - len(sequence.block_table)
@@ -305,6 +306,7 @@ class Scheduler:
         self.blocks.fork(parent, child)
         self.outstanding_tokens -= child.num_computed
         child.cached_tokens = parent.cached_tokens
+        child.reports_cached = parent.reports_cached
 
     # Results.
 
@@ -399,6 +401,7 @@ class Scheduler:
             reason = FINISH_REASON_STOP if hypothesis.stopped else FINISH_REASON_LENGTH
             sequence = Sequence(request, index, [], 0, State.FINISHED)
             sequence.cached_tokens = request.sequences[0].cached_tokens
+            sequence.reports_cached = bool(sequence.cached_tokens)
             results.append(SequenceResult(sequence, hypothesis.token_ids, reason, score=hypothesis.score))
         return results
 

@@ -31,6 +31,7 @@ from shard.executor import StepExecutor
 from shard.model_config import load_model_config
 from shard.rope import max_context_len
 from shard.weights import load_model
+from tests.scheduler.reading import OutputReader
 
 
 class InProcessStream:
@@ -152,6 +153,7 @@ async def generate(engine: Engine, submits: Sequence[Submit]) -> dict[str, Gener
     outbox = Outbox()
     results = {submit.key.request_id: Generated() for submit in submits}
     unfinished = {(submit.key.request_id, index) for submit in submits for index in range(submit.n)}
+    reader = OutputReader()
     for submit in submits:
         engine.submit(outbox, submit)
     while unfinished:
@@ -159,7 +161,7 @@ async def generate(engine: Engine, submits: Sequence[Submit]) -> dict[str, Gener
             if message.HasField("refused"):
                 results[message.refused.key.request_id].refused = message.refused
                 unfinished -= {key for key in unfinished if key[0] == message.refused.key.request_id}
-            for output in message.outputs.sequences:
+            for output in reader.read(message):
                 result = results[output.key.request_id]
                 tokens = result.outputs.setdefault(output.output_index, [])
                 tokens += output.token_ids

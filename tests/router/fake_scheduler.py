@@ -1,6 +1,7 @@
 """A scheduler that does what a test tells it, step by step."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.submits: asyncio.Queue[pb.Submit] = asyncio.Queue()
         self.aborts: asyncio.Queue[pb.Abort] = asyncio.Queue()
         self._outbox: asyncio.Queue[pb.ServeResponse | None] = asyncio.Queue()
+        self._numbers = itertools.count(1000)
         self._server: grpc.aio.Server | None = None
         self.address = ""
 
@@ -66,10 +68,13 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
                 case "abort":
                     self.aborts.put_nowait(request.abort)
 
-    async def accept(self) -> pb.Submit:
-        """Takes the next submit and accepts it."""
+    async def accept(self, number: int | None = None) -> pb.Submit:
+        """Takes the next submit and accepts it, under a number of its own."""
         submit = await self.submits.get()
-        self._outbox.put_nowait(pb.ServeResponse(accepted=pb.RequestAccepted(key=submit.key)))
+        accepted = pb.RequestAccepted(
+            key=submit.key, number=next(self._numbers) if number is None else number
+        )
+        self._outbox.put_nowait(pb.ServeResponse(accepted=accepted))
         return submit
 
     async def refuse(self, code: grpc.StatusCode, message: str, **fields: Any) -> pb.Submit:
@@ -107,6 +112,12 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
         load = pb.Load(outstanding_tokens=outstanding_tokens)
         self._outbox.put_nowait(pb.ServeResponse(outputs=pb.StepOutputs(sequences=[sequence], load=load)))
+
+    def send_plain(self, number: int, output_index: int, token_ids: Sequence[int]) -> None:
+        """Plain tokens of the request that was accepted under this number."""
+        handles = [number << 8 | output_index] * len(token_ids)
+        outputs = pb.StepOutputs(handles=handles, token_ids=token_ids)
+        self._outbox.put_nowait(pb.ServeResponse(outputs=outputs))
 
     async def FlushPrefixCache(  # noqa: N802
         self, request: pb.FlushPrefixCacheRequest, context: Any

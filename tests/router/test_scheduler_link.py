@@ -24,6 +24,9 @@ class Recorder:
     def on_refused(self, refused: pb.RequestRefused) -> None:
         self.calls.append("refused")
 
+    def on_token(self, output_index: int, token_id: int) -> None:
+        self.calls.append(f"token {token_id} of {output_index}")
+
     def on_output(self, output: pb.SequenceOutput) -> None:
         self.calls.append(f"output {list(output.token_ids)}")
 
@@ -158,6 +161,22 @@ async def test_connects_again_to_a_scheduler_that_comes_back(
             await replicas.wait_change()
         assert up.get() == 0
     await replicas.close()
+
+
+def test_plain_tokens_come_by_number_until_the_request_is_over(connection: Connection) -> None:
+    def plain(number: int, index: int, token_id: int) -> pb.ServeResponse:
+        outputs = pb.StepOutputs(handles=[number << 8 | index], token_ids=[token_id])
+        return pb.ServeResponse(outputs=outputs)
+
+    sink = Recorder()
+    connection.submit(pb.Submit(key=key()), sink)
+    connection.dispatch(pb.ServeResponse(accepted=pb.RequestAccepted(key=key(), number=5)))
+    connection.dispatch(plain(5, 1, 42))
+    connection.dispatch(plain(6, 0, 43))
+    connection.forget(("a", 0))
+    connection.dispatch(plain(5, 1, 44))
+
+    assert sink.calls == ["accepted", "token 42 of 1"]
 
 
 async def test_a_sink_that_fails_breaks_the_stream_and_not_the_link(fake: FakeScheduler) -> None:

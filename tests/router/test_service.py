@@ -464,6 +464,20 @@ async def test_equal_request_ids_do_not_mix(client: Client) -> None:
     assert texts == {"fox", "dog"}
 
 
+async def test_plain_tokens_find_their_output_by_number(client: Client) -> None:
+    call = generate(client, spec(n=2))
+    submit = await client.scheduler.accept(number=77)
+    client.scheduler.send_plain(78, 0, ids("dog"))
+    client.scheduler.send_plain(77, 1, ids("quick "))
+    client.scheduler.send_plain(77, 0, ids("nothing "))
+    client.scheduler.send(submit, ids("is wasted"), LENGTH, output_index=0)
+    client.scheduler.send(submit, ids("fox"), LENGTH, output_index=1)
+
+    outputs = (await call).outputs
+
+    assert [output.text for output in outputs] == ["nothing is wasted", "quick fox"]
+
+
 async def test_several_outputs_are_streamed_apart(client: Client) -> None:
     call = generate(client, spec(n=2, stop=stops("wasted")))
     submit = await client.scheduler.accept()

@@ -20,6 +20,7 @@ from scheduler.outbox import Outbox
 from tests.scheduler.fake_client import FakeShardClient, description
 from tests.scheduler.fake_shard import expected_output
 from tests.scheduler.harness import submit
+from tests.scheduler.reading import OutputReader
 
 
 class Router:
@@ -40,13 +41,14 @@ class Router:
         self._reader = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
+        reader = OutputReader()
         while True:
             for message in await self.outbox.take():
                 if message.HasField("accepted"):
                     self.accepted.append(message.accepted.key.request_id)
                 elif message.HasField("refused"):
                     self.refused[message.refused.key.request_id] = message.refused
-                for output in message.outputs.sequences:
+                for output in reader.read(message):
                     name = output.key.request_id
                     assert name in self.accepted
                     self.outputs.setdefault((name, output.output_index), []).extend(output.token_ids)

@@ -21,6 +21,7 @@ from scheduler.service import SchedulerService
 from tests.scheduler.fake_client import FakeShardClient
 from tests.scheduler.fake_shard import expected_output
 from tests.scheduler.harness import submit
+from tests.scheduler.reading import OutputReader
 
 HELLO = ServeRequest(hello=Hello(protocol_version=PROTOCOL_VERSION, router_id="test"))
 Call = grpc.aio.StreamStreamCall[ServeRequest, ServeResponse]
@@ -61,10 +62,11 @@ async def read(call: Call) -> ServeResponse:
     return message
 
 
-async def finish(call: Call) -> list[int]:
-    tokens: list[int] = []
+async def finish(call: Call, accepted: ServeResponse) -> list[int]:
+    reader = OutputReader()
+    tokens = [token for output in reader.read(accepted) for token in output.token_ids]
     while True:
-        for output in (await read(call)).outputs.sequences:
+        for output in reader.read(await read(call)):
             tokens += output.token_ids
             if output.finish_reason:
                 return tokens
@@ -86,8 +88,9 @@ async def test_tokens_come_after_the_acceptance(stack: tuple[Stack, grpc.aio.Cha
     await read(call)
     await call.write(ServeRequest(submit=submit("a", [1, 2, 3], 30)))
 
-    assert (await read(call)).accepted.key.request_id == "a"
-    assert await finish(call) == expected_output([1, 2, 3], 30)
+    accepted = await read(call)
+    assert accepted.accepted.key.request_id == "a"
+    assert await finish(call, accepted) == expected_output([1, 2, 3], 30)
 
 
 async def test_a_request_submitted_twice_is_refused_once(stack: tuple[Stack, grpc.aio.Channel]) -> None:
@@ -98,10 +101,11 @@ async def test_a_request_submitted_twice_is_refused_once(stack: tuple[Stack, grp
     for _ in range(2):
         await call.write(ServeRequest(submit=submit("a", [1, 2, 3], 30)))
 
-    assert (await read(call)).HasField("accepted")
+    accepted = await read(call)
+    assert accepted.HasField("accepted")
     assert (await read(call)).refused.code == grpc.StatusCode.ALREADY_EXISTS.value[0]
     stack[0].client.may_answer.set()
-    assert await finish(call) == expected_output([1, 2, 3], 30)
+    assert await finish(call, accepted) == expected_output([1, 2, 3], 30)
 
 
 async def test_abort_and_a_broken_stream_free_the_blocks(stack: tuple[Stack, grpc.aio.Channel]) -> None:
