@@ -72,13 +72,19 @@ def test_a_model_that_can_not_be_served(
     assert_refused(start("shard", f"--model={folder}", *FREE), str(folder), *texts)
 
 
-@pytest.mark.parametrize("content", [b"", b"GGUF", b"not a model" * 1000, b"GGUF\x03\0\0\0" + b"\xff" * 64])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"GGUF", b"not a model" * 1000, b"GGUF\x03\0\0\0" + b"\xff" * 64],
+    ids=["empty", "magic alone", "another file", "absurd counts"],
+)
 def test_a_corrupt_gguf_file(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(content)
 
     assert_refused(start("shard", f"--model={file}", *FREE), str(file))
-    assert_refused(start("launcher", "serve", f"--model={file}"), str(file))
+    ports = [f"--{process}-metrics-address=127.0.0.1:0" for process in ("router", "scheduler", "shard")]
+    served = start("launcher", "serve", f"--model={file}", "--listen-address=127.0.0.1:0", *ports)
+    assert_refused(served, str(file))
 
 
 @pytest.mark.parametrize("process", ["router", "scheduler", "shard"])
