@@ -39,10 +39,11 @@ class Echo(InferenceServiceServicer):
         said = messages[-1].content
         if said == "busy":
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "64 requests wait already")
+        # Before the client sees anything: it may cancel as soon as it does.
+        context.add_callback(self.cancelled.set)
         yield pb.GenerateStreamResponse(accepted=pb.Accepted(request_id="1"))
         yield pb.GenerateStreamResponse(delta=pb.OutputDelta(text=f"{len(messages)}: "))
         if said == "hang":
-            context.add_callback(self.cancelled.set)
             self.cancelled.wait(60)
         yield pb.GenerateStreamResponse(delta=pb.OutputDelta(text=f"\x1b[31m{said}"))
         yield pb.GenerateStreamResponse(usage=pb.Usage())
