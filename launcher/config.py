@@ -33,19 +33,28 @@ class ServeConfig:
     )
     device: str | None = option("Where the model runs", default=None, choices=("auto", "cpu", "cuda"))
     max_model_len: int | None = option(
-        "Prompt and output tokens of one request, at most", default=None, unit="tokens", minimum=2
+        "Prompt and output tokens of one request, at most",
+        default=None,
+        unit="tokens",
+        minimum=2,
+        maximum=2**24,
     )
-    max_num_seqs: int | None = option("Sequences that run at once", default=None, unit="sequences", minimum=1)
-    max_num_batched_tokens: int | None = option("Tokens of one step", default=None, unit="tokens", minimum=2)
+    max_num_seqs: int | None = option(
+        "Sequences that run at once", default=None, unit="sequences", minimum=1, maximum=65536
+    )
+    max_num_batched_tokens: int | None = option(
+        "Tokens of one step", default=None, unit="tokens", minimum=2, maximum=2**20
+    )
     block_size: int | None = option("Tokens in a block of K and V", default=None, unit="tokens", minimum=1)
     num_gpu_blocks_override: int | None = option(
         "Blocks in the device pool, instead of as many as fit in memory",
         default=None,
         unit="blocks",
         minimum=1,
+        maximum=2**31 - 1,
     )
     kv_cache_memory_bytes: int | None = option(
-        "Memory for K and V, instead of what is free", default=None, unit="bytes", minimum=1
+        "Memory for K and V, instead of what is free", default=None, unit="bytes", minimum=1, maximum=2**46
     )
     enable_prefix_caching: bool | None = option("Share KV blocks of equal prefixes", default=None)
     swap_space: float | None = option(

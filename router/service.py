@@ -281,5 +281,7 @@ async def _abort(context: Context, error: RequestError) -> None:
     try:
         async with asyncio.timeout(_ABORT_TIMEOUT_S):
             await context.abort(status.code, status.details, status.trailing_metadata)
-    except TimeoutError:
+    except grpc.aio.AbortError:
+        raise
+    except Exception:  # the client is stalled or gone, which the core says in more ways than one
         raise asyncio.CancelledError from None

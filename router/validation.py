@@ -22,6 +22,7 @@ MAX_OUTPUTS: Final = 128
 MAX_BEAM_WIDTH: Final = 32
 MAX_PRIORITY: Final = 1000
 MAX_CACHE_SALT_BYTES: Final = 128
+MAX_REVISION_LENGTH: Final = 128
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ _RANGES: Final = {
     "min_p": _Range(0, 0, 1),
     "presence_penalty": _Range(0, -2, 2),
     "frequency_penalty": _Range(0, -2, 2),
-    "repetition_penalty": _Range(1, 0, 10, low_included=False),
+    "repetition_penalty": _Range(1, 0.01, 10),
 }
 
 
@@ -98,7 +99,7 @@ async def validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) -
         RequestError: INVALID_ARGUMENT, UNIMPLEMENTED or NOT_FOUND, on the first field at fault.
     """
     if spec.model not in ("", limits.model):
-        message = f"model {spec.model!r} isn't served here; {limits.model!r} is"
+        message = f"model {spec.model[:100]!r} isn't served here; {limits.model!r} is"
         raise RequestError(grpc.StatusCode.NOT_FOUND, message, reason="MODEL_NOT_FOUND", field="spec.model")
     request_id = _request_id(spec.request_id)
     _refuse_unserved(spec)
@@ -194,6 +195,9 @@ def _check_scheduling(spec: GenerateSpec) -> None:
     if abs(spec.priority) > MAX_PRIORITY:
         message = f"{spec.priority} must be at least -{MAX_PRIORITY} and at most {MAX_PRIORITY}"
         raise invalid("spec.priority", message)
+    if len(spec.model_revision) > MAX_REVISION_LENGTH:
+        message = f"{len(spec.model_revision)} characters long, at most {MAX_REVISION_LENGTH} are taken"
+        raise invalid("spec.model_revision", message)
     size = len(spec.cache_salt.encode())
     if size > MAX_CACHE_SALT_BYTES:
         raise invalid("spec.cache_salt", f"{size} bytes long, at most {MAX_CACHE_SALT_BYTES} are taken")

@@ -20,12 +20,14 @@ class SchedulerConfig:
         default=None,
         unit="blocks",
         minimum=1,
+        maximum=2**31 - 1,
     )
     max_model_len: int | None = option(
         "Prompt and output tokens of one request; by default what the model was made for",
         default=None,
         unit="tokens",
         minimum=2,
+        maximum=2**24,
     )
     max_num_seqs: int | None = option(
         "Sequences that run at once; by default 64 on a CPU and 256 on a GPU",
@@ -39,6 +41,7 @@ class SchedulerConfig:
         default=None,
         unit="tokens",
         minimum=2,
+        maximum=2**20,
     )
     enable_prefix_caching: bool = option(
         "Let requests share KV blocks of equal prefixes, also after they ended", default=True

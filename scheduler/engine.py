@@ -23,7 +23,7 @@ from scheduler.invariants import check
 from scheduler.outbox import Outbox
 from scheduler.request import Request, Sequence, State
 from scheduler.scheduler import Limits, Scheduler, SequenceResult, blame
-from scheduler.shard_client import ShardClient, ShardError, StepStream
+from scheduler.shard_client import ConfigurationError, ShardClient, ShardError, StepStream
 from scheduler.step_plan import StepPlan
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 STEPS_IN_FLIGHT: Final = 2
 RETRY_DELAY_S: Final = 0.1
+# Block ids are int32 in the shard's tables.
+MAX_BLOCKS: Final = 2**31 - 1
 
 
 class FatalError(Exception):
@@ -190,6 +192,8 @@ class Engine:
                     num_host_blocks=limits.num_host_blocks,
                 )
                 await self._ticking(self._shard.configure(configuration))
+            except ConfigurationError as error:
+                raise FatalError(f"the shard can't be configured like this: {error}") from error
             except ShardError as error:
                 if str(error) != reason:
                     reason = str(error)
@@ -233,6 +237,7 @@ class Engine:
             fits = self.scheduler.limits.num_blocks
         else:
             fits = shard.kv_capacity_bytes // (shard.kv_bytes_per_token * config.block_size)
+            fits = min(fits, MAX_BLOCKS)
         num_blocks = config.num_gpu_blocks_override or fits
         if not num_blocks:
             raise FatalError(
@@ -245,6 +250,8 @@ class Engine:
                 f"{shard.kv_capacity_bytes} bytes for them"
             )
         max_model_len = config.max_model_len or shard.max_model_len
+        if max_model_len < 2:
+            raise FatalError("the model's context holds 1 token; prompt and output need 2 at least")
         if max_model_len > shard.max_model_len:
             raise FatalError(
                 f"--max-model-len {max_model_len} is above the {shard.max_model_len} tokens of the model"

@@ -24,6 +24,10 @@ class ShardError(Exception):
     """The shard is away or a step failed. Everything that it held is lost; requests rejoin by recompute."""
 
 
+class ConfigurationError(ShardError):
+    """The shard can't be configured like this, now or later."""
+
+
 class StepStream(Protocol):
     """An open `Execute`: commands go in, and results come back in the same order."""
 
@@ -100,7 +104,9 @@ class GrpcShardClient:
         try:
             return await self._stub.Configure(request, timeout=600)
         except grpc.RpcError as error:
-            raise ShardError(_describe(error)) from error
+            hopeless = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
+            kind = ConfigurationError if error.code() in hopeless else ShardError
+            raise kind(_describe(error)) from error
 
     def execute(self) -> GrpcStepStream:
         """Opens the step stream."""

@@ -29,6 +29,7 @@ class ShardConfig:
         default=None,
         unit="bytes",
         minimum=1,
+        maximum=2**46,
     )
     gpu_memory_utilization: float = option(
         "Share of a GPU's memory for weights, workspace and KV blocks together",

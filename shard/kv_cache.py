@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels import AttentionBatch
-from shard.model_config import ModelConfig
+from shard.model_config import ModelConfig, ModelError
 from shard.models import DecoderModel, KVCache
 
 GIB: Final = 1 << 30
@@ -43,8 +43,15 @@ def allocate(
 
 
 def capacity_bytes(model: DecoderModel, device: torch.device, wanted: int | None, utilization: float) -> int:
-    """Memory for blocks, in bytes: `wanted` if given, else what the device has to spare."""
+    """Memory for blocks, in bytes: `wanted` if given, else what the device has to spare.
+
+    Raises:
+        ModelError: there is less memory than `wanted`.
+    """
     if wanted is not None:
+        memory = _host_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
+        if wanted > memory:
+            raise ModelError(f"--kv-cache-memory-bytes {wanted} is above the {memory} bytes that there are")
         return wanted
     if device.type == "cpu":
         return min(_host_memory() // 4, 4 * GIB)

@@ -110,6 +110,8 @@ def test_a_port_in_use_is_named(process: str, flag: str, tiny_model_folder: Path
         ("scheduler", ("--shard-addresses=nowhere",), ("--shard-addresses 'nowhere'", "HOST:PORT")),
         ("scheduler", ("--shard-addresses=a:1,b:2",), ("--shard-addresses",)),
         ("scheduler", ("--shard-addresses=a:1", "--block-size=0"), ("--block-size", "at least 1")),
+        ("scheduler", ("--shard-addresses=a:1", "--max-num-batched-tokens=99999999999"), ("at most",)),
+        ("shard", ("--model=x", "--kv-cache-memory-bytes=99999999999999999999"), ("at most", "bytes")),
         ("shard", (), ("--model", "is required")),
         ("shard", ("--model=x", "--dtype=int3"), ("--dtype", "int3", "float32")),
         ("router", ("--model=x", "--scheduler-addresses=:"), ("--scheduler-addresses", "HOST:PORT")),

@@ -11,7 +11,7 @@ from pagoda.shard.v1.shard_pb2 import (
     ExecuteRequest,
     ExecuteResponse,
 )
-from scheduler.shard_client import ShardError
+from scheduler.shard_client import ConfigurationError, ShardError
 from tests.scheduler.fake_shard import VOCAB_SIZE, FakeShard
 
 
@@ -66,6 +66,7 @@ class FakeShardClient:
         self.may_answer.set()
         self.configured: list[ConfigureRequest] = []
         self.away = False
+        self.configuration_error = ""
         self.invalid = False
         self.failing = False
         self._sent = asyncio.Event()
@@ -81,6 +82,8 @@ class FakeShardClient:
 
     async def configure(self, request: ConfigureRequest) -> ConfigureResponse:
         assert request.epoch > self.described.epoch
+        if self.configuration_error:
+            raise ConfigurationError(self.configuration_error)
         self.described.epoch = request.epoch
         self.configured.append(request)
         self._shard = FakeShard.configured(request)

@@ -336,6 +336,7 @@ async def test_the_engine_waits_for_a_shard_that_loads() -> None:
         ({"kv_capacity_bytes": 3}, {}, "no block fits"),
         ({}, {"num_gpu_blocks_override": 65}, "above the 64 blocks"),
         ({}, {"max_model_len": 257}, "above the 256 tokens"),
+        ({"max_model_len": 1}, {}, "holds 1 token"),
         ({}, {"max_num_batched_tokens": 7}, "must be at least"),
     ],
 )
@@ -344,6 +345,15 @@ async def test_a_shard_and_a_configuration_that_do_not_fit_are_fatal(
 ) -> None:
     with pytest.raises(FatalError, match=text):
         async with serving(FakeShardClient(description(**described)), **options):
+            pass
+
+
+async def test_a_shard_that_can_not_be_configured_is_fatal() -> None:
+    client = FakeShardClient()
+    client.configuration_error = "no room"
+
+    with pytest.raises(FatalError, match="can't be configured like this: no room"):
+        async with serving(client):
             pass
 
 
