@@ -90,4 +90,7 @@ def pip(venv: Path, command: str, *arguments: str, capture: bool = False) -> str
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit("Stopped; the same command goes on where this one was.")

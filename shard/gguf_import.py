@@ -122,6 +122,8 @@ def _convert(source: Path, destination: Path, progress: Progress) -> None:
                 raise ModelError(f"{source}: becomes a model that can't be served: {reason}") from None
             _write_tensors(partial / "model.safetensors", gguf, targets, dtype, progress)
             _sync(partial)
+            # What is there has lost its config.json, and is no model.
+            shutil.rmtree(destination, ignore_errors=True)
             partial.rename(destination)
             _sync(destination.parent)
         except BaseException:
