@@ -75,11 +75,10 @@ def make_request(
             raise RefusedError(grpc.StatusCode.UNIMPLEMENTED, f"{field} is not served yet", field)
 
     width = max(submit.n, submit.beam_search.beam_width, 1)
-    if width > min(limits.max_num_seqs, MAX_WIDTH):
+    widest = min(limits.max_num_seqs, MAX_WIDTH)
+    if width > widest:
         field = "spec.beam_search.beam_width" if submit.beam_search.beam_width > submit.n else "spec.n"
-        raise RefusedError(
-            invalid, f"{width} is above max_num_seqs, which is {min(limits.max_num_seqs, MAX_WIDTH)}", field
-        )
+        raise RefusedError(invalid, f"{width} is above max_num_seqs, which is {widest}", field)
     max_length = _max_length(submit, limits, width)
     request = Request(
         submit_key(submit),

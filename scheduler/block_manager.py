@@ -78,8 +78,6 @@ class BlockManager:
 
         The block that the first of them goes to is copied if another table holds it too (copy-on-write).
         """
-        if not count:
-            return True
         table, first = sequence.block_table, sequence.num_computed // self.block_size
         copy = self._must_copy(sequence)
         missing = max(self.blocks_for(sequence.num_computed + count) - len(table), 0)

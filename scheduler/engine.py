@@ -13,7 +13,7 @@ import grpc
 
 from common.probes import Probes
 from common.version import PROTOCOL_VERSION
-from pagoda.scheduler.v1.scheduler_pb2 import Abort, Load, RequestKey, SequenceOutput, Submit
+from pagoda.scheduler.v1.scheduler_pb2 import Abort, Load, SequenceOutput, Submit
 from pagoda.shard.v1.shard_pb2 import ConfigureRequest, DescribeResponse, ExecuteResponse, Sampled
 from pagoda.v1.inference_pb2 import FinishReason
 from scheduler import metrics
@@ -123,10 +123,13 @@ class Engine:
 
     def detach(self, outbox: Outbox) -> None:
         """The router is gone: so are its requests."""
-        for owner, key in list(self._requests):
-            if owner is outbox:
-                request_id, attempt = key
-                self.abort(outbox, Abort(key=RequestKey(request_id=request_id, attempt=attempt)))
+        for request in list(self._requests.values()):
+            if request.outbox is outbox:
+                self._end_request(request, "abort")
+
+    def _end_request(self, request: Request, reason: str) -> None:
+        for sequence in list(request.sequences):
+            self._end_sequence(sequence, reason)
 
     def _end_sequence(self, sequence: Sequence, reason: str) -> None:
         assert self.scheduler  # noqa: S101
@@ -138,8 +141,7 @@ class Engine:
 
     def _fail(self, request: Request, refused: RefusedError) -> None:
         request.outbox.refuse(refused.to_proto(request.submit))
-        for sequence in list(request.sequences):
-            self._end_sequence(sequence, "error")
+        self._end_request(request, "error")
 
     def _expire(self, request: Request) -> None:
         self._fail(request, RefusedError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed"))
@@ -233,15 +235,15 @@ class Engine:
         if shard.protocol_version != PROTOCOL_VERSION:
             message = f"the shard speaks protocol {shard.protocol_version}, the scheduler {PROTOCOL_VERSION}"
             raise FatalError(f"{message}; run the same version of both")
+        block_bytes = shard.kv_bytes_per_token * config.block_size
         if self.scheduler and config.num_gpu_blocks_override is None:
             fits = self.scheduler.limits.num_blocks
         else:
-            fits = shard.kv_capacity_bytes // (shard.kv_bytes_per_token * config.block_size)
-            fits = min(fits, MAX_BLOCKS)
+            fits = min(shard.kv_capacity_bytes // block_bytes, MAX_BLOCKS)
         num_blocks = config.num_gpu_blocks_override or fits
         if not num_blocks:
             raise FatalError(
-                f"no block fits: one takes {shard.kv_bytes_per_token * config.block_size} bytes and the "
+                f"no block fits: one takes {block_bytes} bytes and the "
                 f"shard has {shard.kv_capacity_bytes} for them; give it a larger --kv-cache-memory-bytes"
             )
         if num_blocks > fits:
@@ -266,7 +268,6 @@ class Engine:
                 f"--max-num-batched-tokens {budget} must be at least --max-num-seqs {max_num_seqs} "
                 f"plus --block-size {config.block_size}"
             )
-        block_bytes = shard.kv_bytes_per_token * config.block_size
         return Limits(
             num_blocks,
             config.block_size,

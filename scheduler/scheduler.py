@@ -192,7 +192,7 @@ class Scheduler:
         for sequence in prefills:
             grant(sequence, share)
         if admit:
-            for admitted in self._admit(prefills, counts):
+            for admitted in self._admit(prefills):
                 prefills += admitted
                 for sequence in admitted:
                     grant(sequence, share)
@@ -204,7 +204,7 @@ class Scheduler:
 
     # Admission.
 
-    def _admit(self, prefills: list[Sequence], counts: dict[Sequence, int]) -> Iterator[list[Sequence]]:
+    def _admit(self, prefills: list[Sequence]) -> Iterator[list[Sequence]]:
         """Lets waiting sequences join, in order; yields those that have tokens to compute.
 
         Nobody passes one that may not join. `prefills` grows with what was yielded.
@@ -268,7 +268,6 @@ class Scheduler:
     def _run(self, sequence: Sequence) -> None:
         sequence.state = State.RUNNING
         sequence.slot = self.free_slots.pop()
-        sequence.joined = False
         insort(self.running, sequence, key=rank_of)
 
     # Sending.

@@ -21,6 +21,14 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeScheduler]:
+    fake = FakeScheduler()
+    await fake.start()
+    yield fake
+    await fake.stop()
+
+
 class Client:
     """A router, its schedulers, and a channel to it."""
 

@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -50,14 +49,6 @@ def test_what_is_required_is_said() -> None:
     done = run()
     assert done.returncode == 2
     assert "--model" in done.stderr
-
-
-@pytest.fixture
-async def fake() -> AsyncIterator[FakeScheduler]:
-    fake = FakeScheduler()
-    await fake.start()
-    yield fake
-    await fake.stop()
 
 
 async def test_sigterm_lets_a_running_request_end_and_exits_0(

@@ -1,5 +1,4 @@
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -101,14 +100,6 @@ async def test_the_least_loaded_is_chosen() -> None:
     for connection, tokens in zip(connections, (9, 4, 6), strict=True):
         connection.dispatch(pb.ServeResponse(welcome=pb.Welcome(load=pb.Load(outstanding_tokens=tokens))))
     assert choose(connections) is connections[1]
-
-
-@pytest.fixture
-async def fake() -> AsyncIterator[FakeScheduler]:
-    fake = FakeScheduler()
-    await fake.start()
-    yield fake
-    await fake.stop()
 
 
 async def connect(replicas: Replicas) -> None:

@@ -108,6 +108,16 @@ class Harness:
             self.in_flight.append(plan)
         return plan
 
+    def send_and_watch(self) -> None:
+        """Sends a step; with none in flight before it, something runs, and the oldest request advances."""
+        unfinished = [request for request in self.requests.values() if not request.finished]
+        idle = not self.in_flight
+        plan = self.send()
+        if idle and unfinished:
+            oldest = min(unfinished, key=lambda request: request.rank)
+            assert plan, "nothing runs while requests wait"
+            assert oldest in {sequence.request for sequence, _ in plan.scheduled}, "the oldest stands still"
+
     def receive(self) -> None:
         """The shard executes the oldest command, and its result comes back."""
         plan = self.in_flight.popleft()
