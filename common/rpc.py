@@ -52,16 +52,19 @@ def split_host_port(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def check_address(address: str) -> None:
-    """Checks `HOST:PORT` or `unix:PATH`, as gRPC takes them.
+def check_address(option: str, address: str) -> None:
+    """Checks `HOST:PORT` or `unix:PATH`, as gRPC takes them. `option` gave the address.
 
     Raises:
-        AddressError: it is neither.
+        AddressError: it is neither; the message names the option.
     """
-    if not address.startswith("unix:"):
-        split_host_port(address)
-    elif len(address.removeprefix("unix:").encode()) > 100:
-        raise AddressError(f"{address!r}: a Unix socket's path is at most 100 bytes long")
+    try:
+        if not address.startswith("unix:"):
+            split_host_port(address)
+        elif len(address.removeprefix("unix:").encode()) > 100:
+            raise AddressError(f"{address!r}: a Unix socket's path is at most 100 bytes long")
+    except AddressError as error:
+        raise AddressError(f"{option} {error}") from error
 
 
 def bind(server: grpc.Server | grpc.aio.Server, address: str) -> int:
@@ -70,11 +73,9 @@ def bind(server: grpc.Server | grpc.aio.Server, address: str) -> int:
     Raises:
         AddressError: the address is malformed or taken; the message names the option.
     """
+    check_address("--listen-address", address)
     try:
-        check_address(address)
         return int(server.add_insecure_port(address))
-    except AddressError as error:
-        raise AddressError(f"--listen-address {error}") from error
     except RuntimeError as error:
         raise AddressError(
             f"--listen-address {address}: can't be bound; it is in use or not an address of this host"

@@ -17,6 +17,8 @@ class AttentionBatch:
 
     positions: Tensor
     """`[num_tokens]` int64: each token's absolute position in its sequence, from 0."""
+    owners: Tensor
+    """`[num_tokens]` int64: which sequence of the batch each token belongs to."""
     slot_mapping: Tensor
     """`[num_tokens]` int64: where each token's K and V go, `physical block * block_size + offset`."""
     block_tables: Tensor
@@ -51,6 +53,7 @@ class AttentionBatch:
         blocks = block_tables[sequence, positions // block_size].long()
         return cls(
             positions=positions,
+            owners=sequence,
             slot_mapping=blocks * block_size + positions % block_size,
             block_tables=block_tables,
             query_start=torch.cat((ends.new_zeros(1), ends)).to(device, torch.int32),

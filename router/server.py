@@ -133,10 +133,7 @@ def _check(addresses: Iterable[str]) -> None:
     if not addresses:
         raise AddressError("--scheduler-addresses: give at least one")
     for address in addresses:
-        try:
-            rpc.check_address(address)
-        except AddressError as error:
-            raise AddressError(f"--scheduler-addresses {error}") from error
+        rpc.check_address("--scheduler-addresses", address)
 
 
 async def _within(limit_s: float, awaitable: Any) -> None:

@@ -91,10 +91,7 @@ async def _follow(probes: Probes, health: Any) -> None:
 def _check_shard_addresses(addresses: Sequence[str]) -> None:
     if len(addresses) != 1:
         raise AddressError("--shard-addresses: a replica has one shard in this version; give one address")
-    try:
-        check_address(addresses[0])
-    except AddressError as error:
-        raise AddressError(f"--shard-addresses {error}") from error
+    check_address("--shard-addresses", addresses[0])
 
 
 def main() -> None:

@@ -175,9 +175,7 @@ class StepExecutor:
         used_blocks = -(-max(seq_lens) // block_size)
         tables = self._block_tables[on_device, :used_blocks]
         batch = AttentionBatch.build(tables, query_lens, seq_lens, block_size)
-        lens = torch.tensor(query_lens, device=self._device)
-        owners = torch.repeat_interleave(on_device, lens, output_size=sum(query_lens))
-        token_ids = self._token_ids[owners, batch.positions].long()
+        token_ids = self._token_ids[on_device[batch.owners], batch.positions].long()
         return self.model.forward(token_ids, batch, self._caches)
 
     def _sample(self, logits: Tensor, slots: Sequence[int]) -> SampleResult:

@@ -30,10 +30,10 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 
 
 def test_a_unix_path_that_the_kernel_would_cut_is_refused() -> None:
-    check_address("unix:/tmp/short")
+    check_address("--option", "unix:/tmp/short")
 
     with pytest.raises(AddressError, match="at most 100 bytes"):
-        check_address("unix:/" + "x" * 100)
+        check_address("--option", "unix:/" + "x" * 100)
 
 
 def test_a_port_is_bound_once() -> None:
