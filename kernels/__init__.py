@@ -1,13 +1,22 @@
 """One function per operation, with one documented signature each; see `kernels.reference`.
 
-Callers import from here only. Where an operation has more than one implementation, the choice by the
-tensors' device is made in this file, so nothing outside `kernels` knows which one ran.
+Callers import from here only, so nothing outside `kernels` knows which implementation ran. `kernels.dispatch`
+chooses for the small operations, the functions below for those that prepare weights.
 
 No `__version__` here: `transformers` takes a versioned top-level `kernels` for Hugging Face's package.
 """
 
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
 from kernels.batch import AttentionBatch
-from kernels.reference import (
+from kernels.cpu import decoder as cpu
+from kernels.cpu import library
+from kernels.decoder import ComposedDecoder, DecoderShape, KVCache, LayerWeights, PlainLinear
+from kernels.dispatch import (
     copy_blocks,
     paged_attention,
     rms_norm,
@@ -18,10 +27,61 @@ from kernels.reference import (
 
 __all__ = [
     "AttentionBatch",
+    "Decoder",
+    "DecoderShape",
+    "KVCache",
+    "LayerWeights",
+    "Linear",
     "copy_blocks",
+    "cpu_kernels_missing",
     "paged_attention",
+    "prepare_decoder",
+    "prepare_linear",
     "rms_norm",
     "rotary_embedding",
     "silu_and_mul",
     "write_kv",
 ]
+
+
+class Decoder(Protocol):
+    """A stack of layers that is ready to run; `ComposedDecoder` says what each argument is."""
+
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, kv_caches: list[KVCache]
+    ) -> Tensor:
+        """`[num_tokens, hidden_size]` to the same."""
+
+
+class Linear(Protocol):
+    """A linear map that is ready to run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[num_rows, in_features]` to float32 `[num_rows, out_features]`."""
+
+
+def cpu_kernels_missing(device: torch.device) -> bool:
+    """Whether models on `device` run on plain PyTorch only because nothing was compiled for this CPU."""
+    return device.type == "cpu" and library.load() is None
+
+
+def prepare_decoder(
+    shape: DecoderShape, layers: Iterable[LayerWeights], dtype: torch.dtype, device: torch.device
+) -> Decoder:
+    """The layers in the form in which `device` runs them fastest.
+
+    They are repacked one by one where that helps: an iterator that lets go of what it yielded never holds
+    them all twice.
+    """
+    native = library.load() if device.type == "cpu" else None
+    if native and cpu.supports(shape, dtype):
+        return cpu.PackedDecoder(native, shape, layers)
+    return ComposedDecoder(shape, [*layers])
+
+
+def prepare_linear(weight: Tensor) -> Linear:
+    """`x @ weight.T` for `weight` `[out_features, in_features]`."""
+    native = library.load() if weight.device.type == "cpu" else None
+    if native and cpu.supports_linear(weight):
+        return cpu.PackedLinear(native, weight)
+    return PlainLinear(weight)

@@ -102,6 +102,8 @@ def _environ(name: str) -> dict[str, str]:
     if name == "shard":
         # Before exec, or OpenMP has already made its pool. Ranks that share cores slow each other manyfold.
         environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // LOCAL_RANKS)))
+        # Some 50 us: enough between the phases of a layer; more would take the cores from router and scheduler.
+        environ.setdefault("GOMP_SPINCOUNT", "10000")
     return environ
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import AttentionBatch
+from kernels import AttentionBatch, KVCache
 from pagoda.shard.v1.shard_pb2 import (
     BlockCopy,
     ConfigureRequest,
@@ -19,7 +19,7 @@ from pagoda.shard.v1.shard_pb2 import (
 )
 from pagoda.v1 import sampling_pb2
 from shard import kv_cache
-from shard.models import DecoderModel, KVCache
+from shard.models import DecoderModel
 from shard.results import StepResult
 from shard.rope import rotary_tables
 from shard.sampler import SampleResult, SamplingBatch, SamplingParams, sample

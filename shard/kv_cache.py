@@ -7,9 +7,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels import AttentionBatch
+from kernels import AttentionBatch, KVCache
 from shard.model_config import ModelConfig, ModelError
-from shard.models import DecoderModel, KVCache
+from shard.models import DecoderModel
 
 GIB: Final = 1 << 30
 # A step of this many tokens is profiled to learn how much workspace a GPU needs beside the blocks.

@@ -11,12 +11,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import kernels
-from kernels import AttentionBatch
+from kernels import AttentionBatch, KVCache
 from shard.model_config import ModelConfig
 from shard.rope import rotary_tables
-
-KVCache = tuple[Tensor, Tensor]
-"""K and V of one layer, each `[num_blocks, block_size, num_kv_heads, head_dim]`."""
 
 
 class Projection:
@@ -31,10 +28,6 @@ class Projection:
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[num_tokens, in_features]` to `[num_tokens, out_features]`."""
-        return F.linear(x, self.weight, self.bias)
-
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for parameter, stacked in (("weight", self.weight), ("bias", self.bias)):
             if stacked is not None:
@@ -45,17 +38,12 @@ class Projection:
 
 
 class DecoderLayer:
-    """Attention and a gated MLP, each on a normalised copy of the hidden state and added back to it."""
+    """The parameters of one layer; `kernels.decoder` says how they are used."""
 
     def __init__(
         self, config: ModelConfig, sliding_window: int | None, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.head_dim = config.head_dim
-        self.eps = config.rms_norm_eps
         self.sliding_window = sliding_window
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
-
         hidden, inner = config.hidden_size, config.intermediate_size
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         qkv = {"self_attn.q_proj": query_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
@@ -72,33 +60,23 @@ class DecoderLayer:
             self.query_norm = torch.empty(config.head_dim, dtype=dtype, device=device)
             self.key_norm = torch.empty(config.head_dim, dtype=dtype, device=device)
 
-    def forward(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, kv_cache: KVCache
-    ) -> Tensor:
-        """`[num_tokens, hidden_size]` to the same; `cos`, `sin`: `[num_tokens, head_dim / 2]`, same dtype."""
-        attended = self._attention(
-            kernels.rms_norm(hidden, self.attention_norm, self.eps), cos, sin, batch, kv_cache
+    def weights(self) -> kernels.LayerWeights:
+        """The parameters as `kernels` takes them."""
+        return kernels.LayerWeights(
+            attention_norm=self.attention_norm,
+            qkv=self.qkv.weight,
+            qkv_bias=self.qkv.bias,
+            query_norm=self.query_norm,
+            key_norm=self.key_norm,
+            output=self.output.weight,
+            output_bias=self.output.bias,
+            mlp_norm=self.mlp_norm,
+            gate_up=self.gate_up.weight,
+            gate_up_bias=self.gate_up.bias,
+            down=self.down.weight,
+            down_bias=self.down.bias,
+            sliding_window=self.sliding_window,
         )
-        hidden = hidden + attended
-        gate_up = self.gate_up.forward(kernels.rms_norm(hidden, self.mlp_norm, self.eps))
-        return hidden + self.down.forward(kernels.silu_and_mul(gate_up))
-
-    def _attention(
-        self, x: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, kv_cache: KVCache
-    ) -> Tensor:
-        qkv = self.qkv.forward(x).view(len(x), -1, self.head_dim)
-        query, key, value = qkv.split_with_sizes(
-            [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1
-        )
-        if self.query_norm is not None and self.key_norm is not None:
-            query = kernels.rms_norm(query, self.query_norm, self.eps)
-            key = kernels.rms_norm(key, self.key_norm, self.eps)
-        query, key = kernels.rotary_embedding(query, key, cos, sin)
-
-        # Before attention, so that sequences of one step can share blocks that the step itself fills.
-        kernels.write_kv(key, value, *kv_cache, batch.slot_mapping)
-        attended = kernels.paged_attention(query, *kv_cache, batch, self.head_dim**-0.5, self.sliding_window)
-        return self.output.forward(attended.flatten(1))
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for projection in (self.qkv, self.output, self.gate_up, self.down):
@@ -124,22 +102,40 @@ class DecoderModel:
         self.head = self.embedding if config.tie_word_embeddings else torch.empty_like(self.embedding)
         self.cos, self.sin = rotary_tables(config, max_model_len, device)
 
+    def prepare(self) -> "DecoderModel":
+        """Hands the filled parameters to `kernels`, in which form they run; from here on they are final.
+
+        Layers are taken one by one, so that repacking holds no second copy of them all.
+        """
+        config = self.config
+        shape = kernels.DecoderShape(
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate_size=config.intermediate_size,
+            rms_norm_eps=config.rms_norm_eps,
+        )
+        taken = (self.layers.pop(0).weights() for _ in range(len(self.layers)))
+        self._decoder = kernels.prepare_decoder(shape, taken, self.embedding.dtype, self.embedding.device)
+        self._head = kernels.prepare_linear(self.head)
+        del self.head
+        return self
+
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv_caches: list[KVCache]) -> Tensor:
         """Runs one step: writes every token's K and V into `kv_caches`, one per layer, and attends to them.
 
-        `token_ids`: `[num_tokens]` int64 in the layout of `batch`. Returns `[num_tokens, hidden_size]`, after
-        the last norm.
+        `token_ids`: `[num_tokens]` int64 in the layout of `batch`. Returns `[num_tokens, hidden_size]`,
+        before the last norm.
         """
         hidden = F.embedding(token_ids, self.embedding)
         cos = self.cos[batch.positions].to(hidden.dtype)
         sin = self.sin[batch.positions].to(hidden.dtype)
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            hidden = layer.forward(hidden, cos, sin, batch, kv_cache)
-        return kernels.rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+        return self._decoder.forward(hidden, cos, sin, batch, kv_caches)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Rows of `forward`'s result, `[num_rows, hidden_size]`, to float32 `[num_rows, vocab_size]`."""
-        return F.linear(hidden, self.head).float()
+        return self._head.forward(kernels.rms_norm(hidden, self.norm, self.config.rms_norm_eps))
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under its checkpoint name, as a view whose shape is the checkpoint tensor's."""

@@ -12,6 +12,7 @@ from types import FrameType
 import grpc
 import torch
 
+import kernels
 from common.config import load
 from common.lifecycle import exit_with_parent
 from common.logs import setup
@@ -61,8 +62,13 @@ def load_shard(
     device = torch.device(_device(config.device))
     dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
     longest = max_context_len(model_config)
+    if kernels.cpu_kernels_missing(device):
+        log.warning(
+            "no CPU kernels are built, so this CPU computes several times slower than it could: "
+            "install g++ and run `make kernels`"
+        )
     started = time.monotonic()
-    model = load_model(path, model_config, dtype, device, longest, progress)
+    model = load_model(path, model_config, dtype, device, longest, progress).prepare()
     log.info("loaded %s as %s on %s in %.1f s", path, dtype, device, time.monotonic() - started)
     description = DescribeResponse(
         protocol_version=PROTOCOL_VERSION,

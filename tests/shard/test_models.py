@@ -72,7 +72,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def load(folder: Path, dtype: torch.dtype) -> DecoderModel:
-    return load_model(folder, load_model_config(folder), dtype, CPU, MAX_MODEL_LEN)
+    return load_model(folder, load_model_config(folder), dtype, CPU, MAX_MODEL_LEN).prepare()
 
 
 class PagedSequences:
@@ -88,7 +88,7 @@ class PagedSequences:
                 torch.full(shape, torch.nan, dtype=model.norm.dtype),
                 torch.full(shape, torch.nan, dtype=model.norm.dtype),
             )
-            for _ in model.layers
+            for _ in model.config.sliding_windows
         ]
         generator = torch.Generator().manual_seed(1)
         self.free: list[int] = torch.randperm(num_blocks, generator=generator).tolist()

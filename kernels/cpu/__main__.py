@@ -1,0 +1,3 @@
+from kernels.cpu.build import main
+
+main()

@@ -1,0 +1,141 @@
+"""Decoder layers and linear maps on packed weights, run by the compiled library."""
+
+import ctypes
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.batch import AttentionBatch
+from kernels.cpu import library
+from kernels.decoder import DecoderShape, KVCache, LayerWeights
+
+SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+# decoder.cpp holds a head's queries and values on its stack.
+MAX_HEAD_DIM = 256
+
+
+def supports(shape: DecoderShape, dtype: torch.dtype) -> bool:
+    """Whether the library can run such layers. Bfloat16 is multiplied in pairs along the depth."""
+    depths = (shape.hidden_size, shape.head_dim, shape.intermediate_size)
+    return dtype in SUFFIXES and shape.head_dim <= MAX_HEAD_DIM and all(depth % 2 == 0 for depth in depths)
+
+
+def supports_linear(weight: Tensor) -> bool:
+    """Whether the library can multiply by `weight`."""
+    return weight.dtype in SUFFIXES and weight.shape[1] % 2 == 0
+
+
+class PackedLinear:
+    """`x @ weight.T` in float32, with `weight` `[out_features, in_features]` packed into panels."""
+
+    def __init__(self, native: ctypes.CDLL, weight: Tensor) -> None:
+        self._size, self._depth = weight.shape
+        self._panels = pack(native, weight)
+        self._run = _function(native, "linear", weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[num_rows, in_features]` of the weight's dtype to float32 `[num_rows, out_features]`."""
+        x = x.contiguous()
+        _check(x.dtype == self._panels.dtype and x.shape[1:] == (self._depth,), "x", x)
+        result = torch.empty(len(x), self._size, dtype=torch.float32)
+        self._run(x.data_ptr(), len(x), self._panels.data_ptr(), self._depth, self._size, result.data_ptr())
+        return result
+
+
+class PackedDecoder:
+    """`ComposedDecoder` in one call of the library."""
+
+    def __init__(self, native: ctypes.CDLL, shape: DecoderShape, layers: Iterable[LayerWeights]) -> None:
+        """Packs layer by layer: an iterator that drops what it yielded keeps one layer in memory twice."""
+        packed = [_packed(native, layer) for layer in layers]
+        self._tensors = [tensors for tensors, _ in packed]
+        self._layers = (library.Layer * len(packed))(*(layer for _, layer in packed))
+        self._dtype = self._tensors[0]["attention_norm"].dtype
+        self._run = _function(native, "run_layers", self._dtype)
+        self._kv_heads = (shape.num_kv_heads, shape.head_dim)
+        self._hidden_size, self._half = shape.hidden_size, shape.head_dim // 2
+        self._shape = library.Shape(
+            hidden_size=shape.hidden_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            intermediate_size=shape.intermediate_size,
+            eps=shape.rms_norm_eps,
+            scale=shape.head_dim**-0.5,
+        )
+        self._caches: Sequence[KVCache] = ()
+
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, kv_caches: Sequence[KVCache]
+    ) -> Tensor:
+        """See `ComposedDecoder.forward`. Writes the result over `hidden`."""
+        if kv_caches is not self._caches:
+            self._bind(kv_caches)
+        num_tokens = len(batch.slot_mapping)
+        _check(
+            hidden.dtype == self._dtype and hidden.shape == (num_tokens, self._hidden_size), "hidden", hidden
+        )
+        for name, table in (("cos", cos), ("sin", sin)):
+            _check(table.dtype == self._dtype and table.shape == (num_tokens, self._half), name, table)
+        hidden, cos, sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
+        tables = batch.block_tables.contiguous()
+        step = library.Step(
+            num_seqs=len(batch.query_lens),
+            num_tokens=num_tokens,
+            block_size=kv_caches[0][0].shape[1],
+            table_stride=tables.shape[1],
+            slot_mapping=batch.slot_mapping.data_ptr(),
+            block_tables=tables.data_ptr(),
+            query_start=batch.query_start.data_ptr(),
+            seq_lens=batch.seq_lens.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+        )
+        self._run(
+            ctypes.byref(self._shape), self._layers, len(self._layers), ctypes.byref(step), hidden.data_ptr()
+        )
+        return hidden
+
+    def _bind(self, kv_caches: Sequence[KVCache]) -> None:
+        for layer, (key, value) in zip(self._layers, kv_caches, strict=True):
+            for name, cache in (("key_cache", key), ("value_cache", value)):
+                fits = cache.dtype == self._dtype and cache.shape[2:] == self._kv_heads
+                _check(fits and cache.is_contiguous(), name, cache)
+                setattr(layer, name, cache.data_ptr())
+        self._caches = kv_caches
+
+
+def _packed(native: ctypes.CDLL, layer: LayerWeights) -> tuple[dict[str, Tensor], library.Layer]:
+    """The layer's tensors, matrices as panels, and the structure of their addresses."""
+    tensors = {
+        name: pack(native, value, gated=name == "gate_up") if value.dim() == 2 else value.contiguous()
+        for name, value in vars(layer).items()
+        if isinstance(value, Tensor)
+    }
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    return tensors, library.Layer(sliding_window=layer.sliding_window or 0, **addresses)
+
+
+def pack(native: ctypes.CDLL, weight: Tensor, gated: bool = False) -> Tensor:
+    """`weight` `[out_features, in_features]` as panels (see matmul.h), in a flat tensor of its dtype.
+
+    `gated`: the two halves of `weight` are gates and ups, which a panel holds side by side.
+    """
+    panel: int = native.pagoda_panel()
+    size, depth = weight.shape
+    columns = -(-size // panel) * panel if not gated else -(-(size // 2) // (panel // 2)) * panel
+    packed = torch.empty(columns * depth, dtype=weight.dtype)
+    source = weight.contiguous()
+    _function(native, "pack", weight.dtype)(source.data_ptr(), size, depth, gated, packed.data_ptr())
+    return packed
+
+
+def _function(native: ctypes.CDLL, name: str, dtype: torch.dtype) -> "ctypes._NamedFuncPointer":
+    return getattr(native, f"pagoda_{name}_{SUFFIXES[dtype]}")  # type: ignore[no-any-return]
+
+
+def _check(fits: bool, name: str, tensor: Tensor) -> None:
+    """The library can't: it gets addresses."""
+    if not fits:
+        raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, which doesn't fit these layers")

@@ -1,0 +1,87 @@
+"""The compiled CPU kernels, bound through ctypes."""
+
+import ctypes
+import functools
+from ctypes import c_float, c_int32, c_void_p
+from pathlib import Path
+
+from kernels.cpu.build import library_path, supported_sets
+
+
+class Shape(ctypes.Structure):
+    """Mirrors `Shape` in decoder.cpp."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim")),
+        ("intermediate_size", c_int32),
+        *((name, c_float) for name in ("eps", "scale", "soft_cap")),
+    )
+
+
+class Layer(ctypes.Structure):
+    """Mirrors `Layer` in decoder.cpp: addresses of weights, panels, biases and caches."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("attention_norm", "query_norm", "key_norm", "mlp_norm")),
+        *((name, c_void_p) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, c_void_p) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
+        *((name, c_void_p) for name in ("key_cache", "value_cache")),
+        ("sliding_window", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class Step(ctypes.Structure):
+    """Mirrors `Step` in decoder.cpp."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("num_seqs", "num_tokens", "block_size", "table_stride")),
+        *((name, c_void_p) for name in ("slot_mapping", "block_tables", "query_start", "seq_lens")),
+        *((name, c_void_p) for name in ("cos", "sin")),
+    )
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The best library for this machine's CPU; None where none was built or none can be loaded."""
+    for name in supported_sets(cpu_flags()):
+        library = load_set(name)
+        if library is not None:
+            return library
+    return None
+
+
+@functools.cache
+def load_set(instruction_set: str) -> ctypes.CDLL | None:
+    """The library for one instruction set; None where it wasn't built or can't be loaded.
+
+    torch must have been imported: its OpenMP runtime is the one that the library uses.
+    """
+    try:
+        library = ctypes.CDLL(str(library_path(instruction_set)))
+    except OSError:
+        return None
+    _declare(library)
+    return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    library.pagoda_panel.restype = c_int32
+    for suffix in ("float32", "bfloat16"):
+        run = getattr(library, f"pagoda_run_layers_{suffix}")
+        run.argtypes = (ctypes.POINTER(Shape), ctypes.POINTER(Layer), c_int32, ctypes.POINTER(Step), c_void_p)
+        pack = getattr(library, f"pagoda_pack_{suffix}")
+        pack.argtypes = (c_void_p, c_int32, c_int32, c_int32, c_void_p)
+        linear = getattr(library, f"pagoda_linear_{suffix}")
+        linear.argtypes = (c_void_p, c_int32, c_void_p, c_int32, c_int32, c_void_p)
+        for function in (run, pack, linear):
+            function.restype = None
+
+
+def cpu_flags() -> frozenset[str]:
+    """What /proc/cpuinfo lists of the first CPU."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()

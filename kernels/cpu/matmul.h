@@ -1,0 +1,104 @@
+// x @ weight.T with weights packed into panels, one thread's share at a time.
+//
+// A panel holds `kPanel` output features, depth-major, `kPack` neighbouring depths side by side:
+// [depth / kPack][kPanel][kPack]. Every element of the result is summed along the depth in the same order
+// whatever the number of rows, so a row's result doesn't depend on its batch.
+#pragma once
+
+#include "simd.h"
+
+namespace {
+
+// Rows that share one pass over a panel, a multiple of each kTileRows; their sums stay in the L1 cache.
+constexpr int kRowBlock = 96;
+// Depth of one pass, in elements: a panel's part stays in the L2 cache while row after row is multiplied.
+constexpr int kDepthBlock = 4096;
+
+// sums[rows][kPanel] (+)= a[rows][depth] @ panel. `lda` counts elements, `depth` is a multiple of kPack.
+template <int kRows, typename T>
+inline void multiply_tile(const T* a, ptrdiff_t lda, const T* panel, int depth, float* sums, bool add) {
+  constexpr int kPack = Element<T>::kPack;
+  Floats sum[kRows][2];
+#pragma GCC unroll 12
+  for (int row = 0; row < kRows; ++row) {
+    sum[row][0] = add ? load(sums + row * kPanel) : splat(0);
+    sum[row][1] = add ? load(sums + row * kPanel + kLanes) : splat(0);
+  }
+  for (int k = 0; k < depth; k += kPack) {
+    const T* at = panel + static_cast<ptrdiff_t>(k) * kPanel;
+    if constexpr (kPack == 1) {
+      Floats b0 = load(at), b1 = load(at + kLanes);
+#pragma GCC unroll 12
+      for (int row = 0; row < kRows; ++row) {
+        Floats x = splat(a[row * lda + k]);
+        sum[row][0] += x * b0;
+        sum[row][1] += x * b1;
+      }
+    } else {
+      Words b0 = *reinterpret_cast<const Words*>(at);
+      Words b1 = *reinterpret_cast<const Words*>(at + 2 * kLanes);
+#pragma GCC unroll 12
+      for (int row = 0; row < kRows; ++row) {
+        uint32_t pair;
+        std::memcpy(&pair, a + row * lda + k, 4);
+#if defined(__AVX512BF16__)
+        __m512bh x = (__m512bh)_mm512_set1_epi32(static_cast<int>(pair));
+        sum[row][0] = (Floats)_mm512_dpbf16_ps((__m512)sum[row][0], x, (__m512bh)b0);
+        sum[row][1] = (Floats)_mm512_dpbf16_ps((__m512)sum[row][1], x, (__m512bh)b1);
+#else
+        Floats even = as_floats(Words{} + (pair << 16));
+        Floats odd = as_floats(Words{} + (pair & 0xffff0000u));
+        sum[row][0] += even * as_floats(b0 << 16);
+        sum[row][1] += even * as_floats(b1 << 16);
+        sum[row][0] += odd * as_floats(b0 & 0xffff0000u);
+        sum[row][1] += odd * as_floats(b1 & 0xffff0000u);
+#endif
+      }
+    }
+  }
+#pragma GCC unroll 12
+  for (int row = 0; row < kRows; ++row) {
+    store(sums + row * kPanel, sum[row][0]);
+    store(sums + row * kPanel + kLanes, sum[row][1]);
+  }
+}
+
+template <typename T, int kRows = kTileRows>
+inline void multiply_rest(int rows, const T* a, ptrdiff_t lda, const T* panel, int depth, float* sums, bool add) {
+  if constexpr (kRows > 0) {
+    if (rows == kRows) return multiply_tile<kRows>(a, lda, panel, depth, sums, add);
+    multiply_rest<T, kRows - 1>(rows, a, lda, panel, depth, sums, add);
+  }
+}
+
+// The same for any number of rows.
+template <typename T>
+inline void multiply(int rows, const T* a, ptrdiff_t lda, const T* panel, int depth, float* sums, bool add) {
+  for (; rows > kTileRows; rows -= kTileRows, a += kTileRows * lda, sums += kTileRows * kPanel)
+    multiply_tile<kTileRows>(a, lda, panel, depth, sums, add);
+  multiply_rest<T>(rows, a, lda, panel, depth, sums, add);
+}
+
+// Multiplies all rows of x [rows][depth] with all panels, and hands each block of sums to
+// `finish(first_row, rows, panel, sums)`. Called by every thread of a parallel region, which share the panels;
+// ends with a barrier.
+template <typename T, typename Finish>
+void matmul(const T* x, int rows, const T* packed, int depth, int num_panels, Finish finish) {
+  const ptrdiff_t panel_size = static_cast<ptrdiff_t>(depth) * kPanel;
+  for (int first = 0; first < rows; first += kRowBlock) {
+    const int count = rows - first < kRowBlock ? rows - first : kRowBlock;
+#pragma omp for schedule(dynamic, 1)
+    for (int panel = 0; panel < num_panels; ++panel) {
+      alignas(64) float sums[kRowBlock * kPanel];
+      const T* at = packed + panel * panel_size;
+      for (int k = 0; k < depth; k += kDepthBlock) {
+        const int part = depth - k < kDepthBlock ? depth - k : kDepthBlock;
+        multiply(count, x + first * static_cast<ptrdiff_t>(depth) + k, depth, at + static_cast<ptrdiff_t>(k) * kPanel,
+                 part, sums, k > 0);
+      }
+      finish(first, count, panel, sums);
+    }
+  }
+}
+
+}  // namespace
