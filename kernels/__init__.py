@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from kernels.batch import AttentionBatch
+from kernels.block_quantised import FORMATS, BlockQuantised, Matrix
 from kernels.cpu import decoder as cpu
 from kernels.cpu import library
-from kernels.decoder import ComposedDecoder, DecoderShape, KVCache, LayerWeights, PlainLinear
+from kernels.decoder import ComposedDecoder, DecoderShape, KVCache, LayerWeights, PlainLinear, dense
 from kernels.dispatch import (
     copy_blocks,
     paged_attention,
@@ -26,14 +27,18 @@ from kernels.dispatch import (
 )
 
 __all__ = [
+    "FORMATS",
     "AttentionBatch",
+    "BlockQuantised",
     "Decoder",
     "DecoderShape",
     "KVCache",
     "LayerWeights",
     "Linear",
+    "Matrix",
     "copy_blocks",
     "cpu_kernels_missing",
+    "keeps_blocks",
     "paged_attention",
     "prepare_decoder",
     "prepare_linear",
@@ -65,6 +70,11 @@ def cpu_kernels_missing(device: torch.device) -> bool:
     return device.type == "cpu" and library.load() is None
 
 
+def keeps_blocks(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `BlockQuantised` matrices stay so at run time; elsewhere they are as large as dense ones."""
+    return device.type == "cpu" and dtype == torch.bfloat16 and library.load() is not None
+
+
 def prepare_decoder(
     shape: DecoderShape, layers: Iterable[LayerWeights], dtype: torch.dtype, device: torch.device
 ) -> Decoder:
@@ -79,9 +89,10 @@ def prepare_decoder(
     return ComposedDecoder(shape, [*layers])
 
 
-def prepare_linear(weight: Tensor) -> Linear:
-    """`x @ weight.T` for `weight` `[out_features, in_features]`."""
-    native = library.load() if weight.device.type == "cpu" else None
-    if native and cpu.supports_linear(weight):
-        return cpu.PackedLinear(native, weight)
-    return PlainLinear(weight)
+def prepare_linear(weight: Matrix, dtype: torch.dtype) -> Linear:
+    """`x @ weight.T` for rows of `dtype` and `weight` `[out_features, in_features]`."""
+    device = weight.blocks.device if isinstance(weight, BlockQuantised) else weight.device
+    native = library.load() if device.type == "cpu" else None
+    if native and cpu.supports_linear(weight, dtype):
+        return cpu.PackedLinear(native, weight, dtype)
+    return PlainLinear(dense(weight, dtype))

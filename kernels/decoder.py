@@ -7,10 +7,12 @@ composition serves every device; `kernels.cpu` does the same in one call.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kernels.batch import AttentionBatch
+from kernels.block_quantised import BlockQuantised, Matrix
 from kernels.dispatch import paged_attention, rms_norm, rotary_embedding, silu_and_mul, write_kv
 
 KVCache = tuple[Tensor, Tensor]
@@ -31,22 +33,22 @@ class DecoderShape:
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """Parameters of one layer, all of one dtype. Matrices are `[out_features, in_features]`.
+    """Parameters of one layer, all of one dtype but for quantised matrices.
 
     `qkv` stacks the projections to queries, keys and values; `gate_up` the gates over the ups.
     """
 
     attention_norm: Tensor
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor | None
     query_norm: Tensor | None
     key_norm: Tensor | None
-    output: Tensor
+    output: Matrix
     output_bias: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor
+    gate_up: Matrix
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Matrix
     down_bias: Tensor | None
     sliding_window: int | None
 
@@ -56,7 +58,7 @@ class ComposedDecoder:
 
     def __init__(self, shape: DecoderShape, layers: Sequence[LayerWeights]) -> None:
         self._shape = shape
-        self._layers = layers
+        self._layers = [_Layer(layer) for layer in layers]
 
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, kv_caches: Sequence[KVCache]
@@ -68,34 +70,47 @@ class ComposedDecoder:
         """
         eps = self._shape.rms_norm_eps
         for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
-            normed = rms_norm(hidden, layer.attention_norm, eps)
+            parameters = layer.parameters
+            normed = rms_norm(hidden, parameters.attention_norm, eps)
             hidden = hidden + self._attention(layer, normed, cos, sin, batch, kv_cache)
-            gate_up = F.linear(rms_norm(hidden, layer.mlp_norm, eps), layer.gate_up, layer.gate_up_bias)
-            hidden = hidden + F.linear(silu_and_mul(gate_up), layer.down, layer.down_bias)
+            normed = rms_norm(hidden, parameters.mlp_norm, eps)
+            gate_up = F.linear(normed, layer.gate_up, parameters.gate_up_bias)
+            hidden = hidden + F.linear(silu_and_mul(gate_up), layer.down, parameters.down_bias)
         return hidden
 
     def _attention(
-        self,
-        layer: LayerWeights,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        batch: AttentionBatch,
-        kv_cache: KVCache,
+        self, layer: "_Layer", x: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, kv_cache: KVCache
     ) -> Tensor:
-        shape = self._shape
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, shape.head_dim)
+        shape, parameters = self._shape, layer.parameters
+        qkv = F.linear(x, layer.qkv, parameters.qkv_bias).view(len(x), -1, shape.head_dim)
         query, key, value = qkv.split_with_sizes([shape.num_heads, *[shape.num_kv_heads] * 2], dim=1)
-        if layer.query_norm is not None and layer.key_norm is not None:
-            query = rms_norm(query, layer.query_norm, shape.rms_norm_eps)
-            key = rms_norm(key, layer.key_norm, shape.rms_norm_eps)
+        if parameters.query_norm is not None and parameters.key_norm is not None:
+            query = rms_norm(query, parameters.query_norm, shape.rms_norm_eps)
+            key = rms_norm(key, parameters.key_norm, shape.rms_norm_eps)
         query, key = rotary_embedding(query, key, cos, sin)
 
         # Before attention, so that sequences of one step can share blocks that the step itself fills.
         write_kv(key, value, *kv_cache, batch.slot_mapping)
         scale = shape.head_dim**-0.5
-        attended = paged_attention(query, *kv_cache, batch, scale, layer.sliding_window)
-        return F.linear(attended.flatten(1), layer.output, layer.output_bias)
+        attended = paged_attention(query, *kv_cache, batch, scale, parameters.sliding_window)
+        return F.linear(attended.flatten(1), layer.output, parameters.output_bias)
+
+
+class _Layer:
+    """A layer with its matrices dense, for `F.linear`."""
+
+    def __init__(self, parameters: LayerWeights) -> None:
+        dtype = parameters.attention_norm.dtype
+        self.parameters = parameters
+        self.qkv = dense(parameters.qkv, dtype)
+        self.output = dense(parameters.output, dtype)
+        self.gate_up = dense(parameters.gate_up, dtype)
+        self.down = dense(parameters.down, dtype)
+
+
+def dense(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """`matrix` as a tensor of `dtype`."""
+    return matrix.dense(dtype) if isinstance(matrix, BlockQuantised) else matrix
 
 
 class PlainLinear:

@@ -41,18 +41,20 @@ def child_specs(
     config: ServeConfig,
     addresses: Mapping[str, str],
     model: Path,
+    folder: Path,
     served_model_name: str,
     sockets: Path,
     config_file: str | None,
 ) -> list[ChildSpec]:
     """The three processes, in the order in which they are to be stopped.
 
-    `addresses` holds the addresses by option name, with real ports; that of the block map if it is wanted.
+    `model` is what to serve: `folder` itself, or the GGUF file that it was made from. `addresses` holds the
+    addresses by option name, with real ports; that of the block map if it is wanted.
     """
     scheduler, shard = f"unix:{sockets}/scheduler", f"unix:{sockets}/shard-0"
     own: dict[str, dict[str, object]] = {
         "router": {
-            "model": model,
+            "model": folder,
             "served-model-name": served_model_name,
             "scheduler-addresses": scheduler,
             "listen-address": addresses["listen-address"],
@@ -102,7 +104,7 @@ def _environ(name: str) -> dict[str, str]:
     if name == "shard":
         # Before exec, or OpenMP has already made its pool. Ranks that share cores slow each other manyfold.
         environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // LOCAL_RANKS)))
-        # Some 50 us: enough between the phases of a layer; more would take the cores from router and scheduler.
+        # Enough between the phases of a layer; more would take the cores from router and scheduler.
         environ.setdefault("GOMP_SPINCOUNT", "10000")
     return environ
 

@@ -51,13 +51,13 @@ async def _serve(
     display = Display()
     name = config.served_model_name or _model_name(config, model)
     try:
+        folder: Path | None = model
         if model.is_file():  # noqa: ASYNC240
             folder = await _import(model, stop, display)
-            if folder is None:
-                return 0
-            model = folder
+        if folder is None:
+            return 0
         with socket_folder() as sockets:
-            specs = child_specs(config, addresses, model, name, sockets, config_file)
+            specs = child_specs(config, addresses, model, folder, name, sockets, config_file)
             supervisor = Supervisor(specs, stop, display.say)
 
             async def welcome() -> None:

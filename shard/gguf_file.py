@@ -169,6 +169,11 @@ class GgufFile:
             else:
                 yield torch.from_numpy(np.array(dequantize(raw, tensor.kind), dtype=np.float32))
 
+    def raw_rows(self, tensor: GgufTensor) -> Tensor:
+        """A matrix as it is stored: uint8 [rows, bytes of a row]. Raises `ModelError` if reading fails."""
+        data = bytearray(self._read_at(tensor.offset, tensor.num_bytes))
+        return torch.frombuffer(data, dtype=torch.uint8).view(tensor.shape[0], -1)
+
     def _read_at(self, offset: int, count: int) -> bytes:
         try:
             self._file.seek(offset)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels import FORMATS, BlockQuantised
 from shard.gguf_file import GgufFile, GgufTensor
 from shard.gguf_tokenizer import ImportedTokenizer, build_tokenizer
 from shard.model_config import ModelError, load_model_config
@@ -80,6 +81,23 @@ def import_gguf(source: Path, destination: Path, progress: Progress | None = Non
     except OSError as error:
         raise ModelError(f"{destination}: can't be written: {error.strerror}") from None
     return destination
+
+
+def block_matrices(source: Path) -> dict[str, BlockQuantised]:
+    """The matrices of a GGUF file that `kernels` can compute with as they are, by their Hugging Face names.
+
+    Their values are those that `import_gguf` writes in bfloat16.
+    Raises `ModelError` like `import_gguf`.
+    """
+    matrices = {}
+    with GgufFile(source) as gguf:
+        for target in _targets(gguf, _config(gguf)):
+            if target.source.kind.name in FORMATS and len(target.shape) == 2:
+                blocks = gguf.raw_rows(target.source)
+                if target.head_dim is not None:
+                    blocks = _unpermuted(blocks, target.head_dim)
+                matrices[target.name] = BlockQuantised(target.source.kind.name, blocks)
+    return matrices
 
 
 def _identity(source: Path) -> str:

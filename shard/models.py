@@ -4,7 +4,7 @@ Inference only, on tokens in flat layout (`AttentionBatch`). Parameters are plai
 `checkpoint_tensors` gives them under the names of the checkpoint, as views to fill.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -24,9 +24,23 @@ class Projection:
     ) -> None:
         """`sizes`: output features by the projections' checkpoint names, in stacking order."""
         self.sizes = sizes
+        self.blocks: kernels.BlockQuantised | None = None
         out_features = sum(sizes.values())
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+
+    @property
+    def matrix(self) -> kernels.Matrix:
+        """What to multiply by."""
+        return self.weight if self.blocks is None else self.blocks
+
+    def take_blocks(self, prefix: str, matrices: Mapping[str, kernels.BlockQuantised]) -> None:
+        """Uses the blocks of its projections in place of `weight`, where all have them and in one format."""
+        parts = [matrices.get(f"{prefix}{name}.weight") for name in self.sizes]
+        found = [part for part in parts if part is not None]
+        if len(found) == len(parts) and len({part.format for part in found}) == 1:
+            stacked = torch.cat([part.blocks for part in found])
+            self.blocks = kernels.BlockQuantised(found[0].format, stacked)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for parameter, stacked in (("weight", self.weight), ("bias", self.bias)):
@@ -64,22 +78,27 @@ class DecoderLayer:
         """The parameters as `kernels` takes them."""
         return kernels.LayerWeights(
             attention_norm=self.attention_norm,
-            qkv=self.qkv.weight,
+            qkv=self.qkv.matrix,
             qkv_bias=self.qkv.bias,
             query_norm=self.query_norm,
             key_norm=self.key_norm,
-            output=self.output.weight,
+            output=self.output.matrix,
             output_bias=self.output.bias,
             mlp_norm=self.mlp_norm,
-            gate_up=self.gate_up.weight,
+            gate_up=self.gate_up.matrix,
             gate_up_bias=self.gate_up.bias,
-            down=self.down.weight,
+            down=self.down.matrix,
             down_bias=self.down.bias,
             sliding_window=self.sliding_window,
         )
 
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """All of them, in the order of computation."""
+        return (self.qkv, self.output, self.gate_up, self.down)
+
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for projection in (self.qkv, self.output, self.gate_up, self.down):
+        for projection in self.projections:
             yield from projection.checkpoint_tensors()
         yield "input_layernorm.weight", self.attention_norm
         yield "post_attention_layernorm.weight", self.mlp_norm
@@ -100,7 +119,19 @@ class DecoderModel:
         self.layers = [DecoderLayer(config, window, dtype, device) for window in config.sliding_windows]
         self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
         self.head = self.embedding if config.tie_word_embeddings else torch.empty_like(self.embedding)
+        self.head_blocks: kernels.BlockQuantised | None = None
         self.cos, self.sin = rotary_tables(config, max_model_len, device)
+
+    def take_blocks(self, matrices: Mapping[str, kernels.BlockQuantised]) -> None:
+        """Computes with quantised matrices, by their checkpoint names, in place of those that were filled.
+
+        Their values must be the same: the embedding goes on to be read from its own tensor.
+        """
+        for index, layer in enumerate(self.layers):
+            for projection in layer.projections:
+                projection.take_blocks(f"model.layers.{index}.", matrices)
+        name = "model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
+        self.head_blocks = matrices.get(name)
 
     def prepare(self) -> "DecoderModel":
         """Hands the filled parameters to `kernels`, in which form they run; from here on they are final.
@@ -118,8 +149,9 @@ class DecoderModel:
         )
         taken = (self.layers.pop(0).weights() for _ in range(len(self.layers)))
         self._decoder = kernels.prepare_decoder(shape, taken, self.embedding.dtype, self.embedding.device)
-        self._head = kernels.prepare_linear(self.head)
-        del self.head
+        head = self.head if self.head_blocks is None else self.head_blocks
+        self._head = kernels.prepare_linear(head, self.embedding.dtype)
+        del self.head, self.head_blocks
         return self
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv_caches: list[KVCache]) -> Tensor:

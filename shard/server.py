@@ -54,7 +54,8 @@ def load_shard(
         service.load_state = f"loading {done * 100 // total} %"
 
     path = config.model
-    if path.is_file():
+    gguf = path if path.is_file() else None
+    if gguf:
         from shard.gguf_import import cached_import
 
         path = cached_import(path, cache_root(), progress)
@@ -68,7 +69,12 @@ def load_shard(
             "install g++ and run `make kernels`"
         )
     started = time.monotonic()
-    model = load_model(path, model_config, dtype, device, longest, progress).prepare()
+    model = load_model(path, model_config, dtype, device, longest, progress)
+    if gguf and kernels.keeps_blocks(dtype, device):
+        from shard.gguf_import import block_matrices
+
+        model.take_blocks(block_matrices(gguf))
+    model.prepare()
     log.info("loaded %s as %s on %s in %.1f s", path, dtype, device, time.monotonic() - started)
     description = DescribeResponse(
         protocol_version=PROTOCOL_VERSION,

@@ -109,8 +109,6 @@ struct AttentionParams {
   int sliding_window;  // 0: none
 };
 
-inline int padded(int size) { return (size + kPanel - 1) / kPanel * kPanel; }
-
 // Folds tokens [first, last) of one span into `state`, which must be empty. `positions`: of each row.
 template <typename T>
 void attend_span(const T* queries, const int* positions, int rows, const PagedCache<T>& cache, int first, int last,

@@ -15,7 +15,7 @@ SOURCES = Path(__file__).parent
 OUTPUT = SOURCES.parent.parent / "build" / "kernels"
 FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # GCC 12 takes its own headers' undefined vectors for mistakes.
-FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized"]
+FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 # From the most to the least able: compiler flags, and what /proc/cpuinfo lists where the code can run.
 _V3 = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}

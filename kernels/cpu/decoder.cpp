@@ -23,7 +23,8 @@ struct Layer {
   const void *qkv, *output, *gate_up, *down;                      // panels
   const void *qkv_bias, *output_bias, *gate_up_bias, *down_bias;  // may be null
   void *key_cache, *value_cache;
-  int32_t sliding_window, reserved;
+  Format qkv_format, output_format, gate_up_format, down_format;
+  int32_t sliding_window;
 };
 
 struct Step {
@@ -281,23 +282,25 @@ struct Decoder {
 
   void attention_half(const Layer& layer, const Plan& plan) {
     norm(static_cast<const T*>(layer.attention_norm));
-    multiply_into<false>(normed, layer.qkv, layer.qkv_bias, shape.hidden_size, qkv_size(), qkv);
+    multiply_into<false>(normed, layer.qkv, layer.qkv_format, layer.qkv_bias, shape.hidden_size, qkv_size(), qkv);
     place_keys_and_values(layer);
     attend(layer, plan);
-    multiply_into<true>(attended, layer.output, layer.output_bias, query_size(), shape.hidden_size, hidden);
+    multiply_into<true>(attended, layer.output, layer.output_format, layer.output_bias, query_size(),
+                        shape.hidden_size, hidden);
   }
 
   void mlp_half(const Layer& layer) {
     norm(static_cast<const T*>(layer.mlp_norm));
     const int size = shape.intermediate_size;
-    matmul(normed, step.num_tokens, static_cast<const T*>(layer.gate_up), shape.hidden_size,
-           (size + kLanes - 1) / kLanes, gated_writer(activated, static_cast<const T*>(layer.gate_up_bias), size));
-    multiply_into<true>(activated, layer.down, layer.down_bias, size, shape.hidden_size, hidden);
+    matmul(normed, step.num_tokens, layer.gate_up, layer.gate_up_format, shape.hidden_size,
+           PanelOrder{2 * size, true}.num_panels(),
+           gated_writer(activated, static_cast<const T*>(layer.gate_up_bias), size));
+    multiply_into<true>(activated, layer.down, layer.down_format, layer.down_bias, size, shape.hidden_size, hidden);
   }
 
   template <bool kAdd>
-  void multiply_into(const T* x, const void* weight, const void* bias, int depth, int size, T* to) {
-    matmul(x, step.num_tokens, static_cast<const T*>(weight), depth, padded(size) / kPanel,
+  void multiply_into(const T* x, const void* weight, Format format, const void* bias, int depth, int size, T* to) {
+    matmul(x, step.num_tokens, weight, format, depth, padded(size) / kPanel,
            writer<kAdd>(to, static_cast<const T*>(bias), size));
   }
 };
@@ -329,63 +332,47 @@ void run_layers(const Shape& shape, const Layer* layers, int num_layers, const S
   }
 }
 
-// Rows of weight [size][depth] as panels; with `gated`, of its two halves, gates before ups in every panel.
 template <typename T>
-void pack(const T* weight, int size, int depth, bool gated, T* packed) {
-  constexpr int kPack = Element<T>::kPack;
-  const int half = size / 2;
-  const int num_panels = gated ? (half + kLanes - 1) / kLanes : padded(size) / kPanel;
-#pragma omp parallel for schedule(static)
-  for (int panel = 0; panel < num_panels; ++panel) {
-    T* to = packed + static_cast<ptrdiff_t>(panel) * depth * kPanel;
-    for (int column = 0; column < kPanel; ++column) {
-      int row = panel * kPanel + column;
-      bool present = row < size;
-      if (gated) {
-        const int within = panel * kLanes + column % kLanes;
-        present = within < half;
-        row = within + (column < kLanes ? 0 : half);
-      }
-      for (int k = 0; k < depth; k += kPack) {
-        T* at = to + (static_cast<ptrdiff_t>(k) * kPanel + column * kPack);
-        if (present)
-          std::memcpy(at, weight + static_cast<ptrdiff_t>(row) * depth + k, 4);
-        else
-          std::memset(at, 0, 4);
-      }
-    }
-  }
-}
-
-template <typename T>
-void linear(const T* x, int rows, const T* packed, int depth, int size, float* to) {
+void linear(const T* x, int rows, const void* weight, Format format, int depth, int size, float* to) {
 #pragma omp parallel
-  matmul(x, rows, packed, depth, padded(size) / kPanel, [=](int first, int count, int panel, const float* sums) {
-    const int width = std::min(kPanel, size - panel * kPanel);
-    for (int row = 0; row < count; ++row)
-      std::memcpy(to + static_cast<ptrdiff_t>(first + row) * size + panel * kPanel, sums + row * kPanel,
-                  sizeof(float) * static_cast<size_t>(width));
-  });
+  matmul(x, rows, weight, format, depth, padded(size) / kPanel,
+         [=](int first, int count, int panel, const float* sums) {
+           const int width = std::min(kPanel, size - panel * kPanel);
+           for (int row = 0; row < count; ++row)
+             std::memcpy(to + static_cast<ptrdiff_t>(first + row) * size + panel * kPanel, sums + row * kPanel,
+                         sizeof(float) * static_cast<size_t>(width));
+         });
 }
 
 }  // namespace
 
-extern "C" {
+#define PAGODA_API extern "C" __attribute__((visibility("default")))
 
-__attribute__((visibility("default"))) int32_t pagoda_panel() { return kPanel; }
+// Bytes that a matrix takes in panels; `element_size`: of dense ones.
+PAGODA_API int64_t pagoda_packed_bytes(int32_t size, int32_t depth, int32_t gated, Format format,
+                                       int32_t element_size) {
+  const int64_t columns = int64_t{PanelOrder{size, gated != 0}.num_panels()} * kPanel;
+  if (format == kDense) return columns * depth * element_size;
+  return columns * (depth / kGroup) * (8 + kGroup * bits_of(format) / 8);
+}
+
+PAGODA_API void pagoda_pack_quantised(const uint8_t* rows, int32_t size, int32_t depth, int32_t gated, Format format,
+                                      uint8_t* packed) {
+  pack_quantised(rows, format, {size, gated != 0}, depth, packed);
+}
 
 #define PAGODA_EXPORT(T, suffix)                                                                                   \
-  __attribute__((visibility("default"))) void pagoda_run_layers_##suffix(const Shape* shape, const Layer* layers, int32_t num_layers, const Step* step,  \
-                                  T* hidden) {                                                                     \
+  PAGODA_API void pagoda_run_layers_##suffix(const Shape* shape, const Layer* layers, int32_t num_layers,          \
+                                             const Step* step, T* hidden) {                                        \
     run_layers<T>(*shape, layers, num_layers, *step, hidden);                                                      \
   }                                                                                                                \
-  __attribute__((visibility("default"))) void pagoda_pack_##suffix(const T* weight, int32_t size, int32_t depth, int32_t gated, T* packed) {              \
-    pack<T>(weight, size, depth, gated != 0, packed);                                                              \
+  PAGODA_API void pagoda_pack_##suffix(const T* weight, int32_t size, int32_t depth, int32_t gated, T* packed) {   \
+    pack_dense<T>(weight, {size, gated != 0}, depth, packed);                                                      \
   }                                                                                                                \
-  __attribute__((visibility("default"))) void pagoda_linear_##suffix(const T* x, int32_t rows, const T* packed, int32_t depth, int32_t size, float* to) { \
-    linear<T>(x, rows, packed, depth, size, to);                                                                   \
+  PAGODA_API void pagoda_linear_##suffix(const T* x, int32_t rows, const void* weight, Format format,              \
+                                         int32_t depth, int32_t size, float* to) {                                 \
+    linear<T>(x, rows, weight, format, depth, size, to);                                                           \
   }
 
 PAGODA_EXPORT(float, float32)
 PAGODA_EXPORT(bf16, bfloat16)
-}

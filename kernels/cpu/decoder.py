@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from kernels.batch import AttentionBatch
+from kernels.block_quantised import FORMATS, BlockQuantised, Matrix
 from kernels.cpu import library
 from kernels.decoder import DecoderShape, KVCache, LayerWeights
 
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+DENSE = -1
 # decoder.cpp holds a head's queries and values on its stack.
 MAX_HEAD_DIM = 256
 
@@ -21,25 +23,29 @@ def supports(shape: DecoderShape, dtype: torch.dtype) -> bool:
     return dtype in SUFFIXES and shape.head_dim <= MAX_HEAD_DIM and all(depth % 2 == 0 for depth in depths)
 
 
-def supports_linear(weight: Tensor) -> bool:
-    """Whether the library can multiply by `weight`."""
-    return weight.dtype in SUFFIXES and weight.shape[1] % 2 == 0
+def supports_linear(weight: Matrix, dtype: torch.dtype) -> bool:
+    """Whether the library can multiply rows of `dtype` by `weight`."""
+    if isinstance(weight, BlockQuantised):
+        return dtype == torch.bfloat16
+    return dtype in SUFFIXES and weight.shape[1] % 2 == 0
 
 
 class PackedLinear:
     """`x @ weight.T` in float32, with `weight` `[out_features, in_features]` packed into panels."""
 
-    def __init__(self, native: ctypes.CDLL, weight: Tensor) -> None:
+    def __init__(self, native: ctypes.CDLL, weight: Matrix, dtype: torch.dtype) -> None:
         self._size, self._depth = weight.shape
-        self._panels = pack(native, weight)
-        self._run = _function(native, "linear", weight.dtype)
+        self._panels, self._format = pack(native, weight)
+        self._dtype = dtype
+        self._run = _function(native, "linear", dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[num_rows, in_features]` of the weight's dtype to float32 `[num_rows, out_features]`."""
+        """`[num_rows, in_features]` of the dtype to float32 `[num_rows, out_features]`."""
         x = x.contiguous()
-        _check(x.dtype == self._panels.dtype and x.shape[1:] == (self._depth,), "x", x)
+        _check(x.dtype == self._dtype and x.shape[1:] == (self._depth,), "x", x)
         result = torch.empty(len(x), self._size, dtype=torch.float32)
-        self._run(x.data_ptr(), len(x), self._panels.data_ptr(), self._depth, self._size, result.data_ptr())
+        weight = (self._panels.data_ptr(), self._format, self._depth, self._size)
+        self._run(x.data_ptr(), len(x), *weight, result.data_ptr())
         return result
 
 
@@ -108,27 +114,36 @@ class PackedDecoder:
 
 def _packed(native: ctypes.CDLL, layer: LayerWeights) -> tuple[dict[str, Tensor], library.Layer]:
     """The layer's tensors, matrices as panels, and the structure of their addresses."""
-    tensors = {
-        name: pack(native, value, gated=name == "gate_up") if value.dim() == 2 else value.contiguous()
-        for name, value in vars(layer).items()
-        if isinstance(value, Tensor)
-    }
+    tensors: dict[str, Tensor] = {}
+    formats: dict[str, int] = {}
+    for name, value in vars(layer).items():
+        if name in ("qkv", "output", "gate_up", "down"):
+            tensors[name], formats[f"{name}_format"] = pack(native, value, gated=name == "gate_up")
+        elif isinstance(value, Tensor):
+            tensors[name] = value.contiguous()
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    return tensors, library.Layer(sliding_window=layer.sliding_window or 0, **addresses)
+    return tensors, library.Layer(sliding_window=layer.sliding_window or 0, **formats, **addresses)
 
 
-def pack(native: ctypes.CDLL, weight: Tensor, gated: bool = False) -> Tensor:
-    """`weight` `[out_features, in_features]` as panels (see matmul.h), in a flat tensor of its dtype.
+def pack(native: ctypes.CDLL, weight: Matrix, gated: bool = False) -> tuple[Tensor, int]:
+    """`weight` `[out_features, in_features]` as panels (see weights.h), flat uint8, and their format's code.
 
     `gated`: the two halves of `weight` are gates and ups, which a panel holds side by side.
     """
-    panel: int = native.pagoda_panel()
     size, depth = weight.shape
-    columns = -(-size // panel) * panel if not gated else -(-(size // 2) // (panel // 2)) * panel
-    packed = torch.empty(columns * depth, dtype=weight.dtype)
-    source = weight.contiguous()
-    _function(native, "pack", weight.dtype)(source.data_ptr(), size, depth, gated, packed.data_ptr())
-    return packed
+    if isinstance(weight, BlockQuantised):
+        code, source, element_size = FORMATS[weight.format].code, weight.blocks.contiguous(), 1
+    else:
+        code, source, element_size = DENSE, weight.contiguous(), weight.element_size()
+    packed = torch.empty(
+        native.pagoda_packed_bytes(size, depth, gated, code, element_size), dtype=torch.uint8
+    )
+    addresses = (source.data_ptr(), size, depth, gated)
+    if code == DENSE:
+        _function(native, "pack", source.dtype)(*addresses, packed.data_ptr())
+    else:
+        native.pagoda_pack_quantised(*addresses, code, packed.data_ptr())
+    return packed, code
 
 
 def _function(native: ctypes.CDLL, name: str, dtype: torch.dtype) -> "ctypes._NamedFuncPointer":

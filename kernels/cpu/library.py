@@ -2,8 +2,9 @@
 
 import ctypes
 import functools
-from ctypes import c_float, c_int32, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 from kernels.cpu.build import library_path, supported_sets
 
@@ -26,8 +27,8 @@ class Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("qkv", "output", "gate_up", "down")),
         *((name, c_void_p) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
         *((name, c_void_p) for name in ("key_cache", "value_cache")),
+        *((f"{name}_format", c_int32) for name in ("qkv", "output", "gate_up", "down")),
         ("sliding_window", c_int32),
-        ("reserved", c_int32),
     )
 
 
@@ -66,16 +67,19 @@ def load_set(instruction_set: str) -> ctypes.CDLL | None:
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    library.pagoda_panel.restype = c_int32
+    library.pagoda_packed_bytes.argtypes = (c_int32,) * 5
+    library.pagoda_packed_bytes.restype = c_int64
+    functions: dict[str, tuple[Any, ...]] = {
+        "pack_quantised": (c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p)
+    }
     for suffix in ("float32", "bfloat16"):
-        run = getattr(library, f"pagoda_run_layers_{suffix}")
-        run.argtypes = (ctypes.POINTER(Shape), ctypes.POINTER(Layer), c_int32, ctypes.POINTER(Step), c_void_p)
-        pack = getattr(library, f"pagoda_pack_{suffix}")
-        pack.argtypes = (c_void_p, c_int32, c_int32, c_int32, c_void_p)
-        linear = getattr(library, f"pagoda_linear_{suffix}")
-        linear.argtypes = (c_void_p, c_int32, c_void_p, c_int32, c_int32, c_void_p)
-        for function in (run, pack, linear):
-            function.restype = None
+        layers, step = ctypes.POINTER(Layer), ctypes.POINTER(Step)
+        functions[f"run_layers_{suffix}"] = (ctypes.POINTER(Shape), layers, c_int32, step, c_void_p)
+        functions[f"pack_{suffix}"] = (c_void_p, c_int32, c_int32, c_int32, c_void_p)
+        functions[f"linear_{suffix}"] = (c_void_p, c_int32, c_void_p, *(c_int32,) * 3, c_void_p)
+    for name, arguments in functions.items():
+        function = getattr(library, f"pagoda_{name}")
+        function.argtypes, function.restype = arguments, None
 
 
 def cpu_flags() -> frozenset[str]:

@@ -1,19 +1,15 @@
 // x @ weight.T with weights packed into panels, one thread's share at a time.
 //
-// A panel holds `kPanel` output features, depth-major, `kPack` neighbouring depths side by side:
-// [depth / kPack][kPanel][kPack]. Every element of the result is summed along the depth in the same order
-// whatever the number of rows, so a row's result doesn't depend on its batch.
+// Every element of the result is summed along the depth in the same order whatever the number of rows, so a row's
+// result doesn't depend on its batch.
 #pragma once
 
-#include "simd.h"
+#include "weights.h"
 
 namespace {
 
 // Rows that share one pass over a panel, a multiple of each kTileRows; their sums stay in the L1 cache.
 constexpr int kRowBlock = 96;
-// Depth of one pass, in elements: a panel's part stays in the L2 cache while row after row is multiplied.
-constexpr int kDepthBlock = 4096;
-
 // sums[rows][kPanel] (+)= a[rows][depth] @ panel. `lda` counts elements, `depth` is a multiple of kPack.
 template <int kRows, typename T>
 inline void multiply_tile(const T* a, ptrdiff_t lda, const T* panel, int depth, float* sums, bool add) {
@@ -82,23 +78,34 @@ inline void multiply(int rows, const T* a, ptrdiff_t lda, const T* panel, int de
 // Multiplies all rows of x [rows][depth] with all panels, and hands each block of sums to
 // `finish(first_row, rows, panel, sums)`. Called by every thread of a parallel region, which share the panels;
 // ends with a barrier.
-template <typename T, typename Finish>
-void matmul(const T* x, int rows, const T* packed, int depth, int num_panels, Finish finish) {
-  const ptrdiff_t panel_size = static_cast<ptrdiff_t>(depth) * kPanel;
+template <typename T, typename Weight, typename Finish>
+void matmul(const T* x, int rows, Weight weight, int num_panels, Finish finish) {
+  const int depth = weight.depth;
   for (int first = 0; first < rows; first += kRowBlock) {
     const int count = rows - first < kRowBlock ? rows - first : kRowBlock;
 #pragma omp for schedule(dynamic, 1)
     for (int panel = 0; panel < num_panels; ++panel) {
       alignas(64) float sums[kRowBlock * kPanel];
-      const T* at = packed + panel * panel_size;
-      for (int k = 0; k < depth; k += kDepthBlock) {
-        const int part = depth - k < kDepthBlock ? depth - k : kDepthBlock;
-        multiply(count, x + first * static_cast<ptrdiff_t>(depth) + k, depth, at + static_cast<ptrdiff_t>(k) * kPanel,
-                 part, sums, k > 0);
+      alignas(64) T scratch[Weight::kScratch];
+      for (int k = 0; k < depth; k += Weight::kDepthBlock) {
+        const int part = depth - k < Weight::kDepthBlock ? depth - k : Weight::kDepthBlock;
+        multiply(count, x + first * static_cast<ptrdiff_t>(depth) + k, depth, weight.part(panel, k, part, scratch), part,
+                 sums, k > 0);
       }
       finish(first, count, panel, sums);
     }
   }
+}
+
+// The same for a weight in any format. Only bfloat16 is multiplied with quantised ones.
+template <typename T, typename Finish>
+void matmul(const T* x, int rows, const void* weight, Format format, int depth, int num_panels, Finish finish) {
+  if constexpr (Element<T>::kPack == 2) {
+    const uint8_t* data = static_cast<const uint8_t*>(weight);
+    if (format == kQ8_0) return matmul(x, rows, QuantisedWeight<8>{data, depth}, num_panels, finish);
+    if (format != kDense) return matmul(x, rows, QuantisedWeight<4>{data, depth}, num_panels, finish);
+  }
+  matmul(x, rows, DenseWeight<T>{static_cast<const T*>(weight), depth}, num_panels, finish);
 }
 
 }  // namespace

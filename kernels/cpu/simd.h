@@ -33,6 +33,8 @@ typedef int32_t Ints __attribute__((vector_size(kLanes * 4), aligned(4), may_ali
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
 
+typedef uint8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+
 struct bf16 {
   uint16_t bits;
 };
@@ -77,21 +79,50 @@ inline Words extend(Halves x) {
 #endif
 }
 
+inline Words extend(Bytes x) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_cvtepu8_epi32((__m128i)x);
+#else
+  return __builtin_convertvector(x, Words);
+#endif
+}
+
 inline Halves load_halves(const bf16* from) { return *reinterpret_cast<const Halves*>(from); }
 inline Floats load(const bf16* from) { return as_floats(extend(load_halves(from)) << 16); }
 
 inline void store(float* to, Floats x) { *reinterpret_cast<Floats*>(to) = x; }
+// Rounded to bfloat16, in the upper half of each word; what is in the lower half is left there.
+inline Words round_to_upper(Floats x) {
+  Words bits = (Words)x;
+  Words is_number = (Words)(x == x);
+  return ((bits + 0x7fff + ((bits >> 16) & 1)) & is_number) | ((bits | 0x400000) & ~is_number);
+}
+
 inline void store(bf16* to, Floats x) {
 #if defined(__AVX512BF16__)
   __m256bh halves = _mm512_cvtneps_pbh((__m512)x);
   std::memcpy(to, &halves, 32);
 #else
-  Words bits = (Words)x;
-  Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  Words nan = (bits >> 16) | 0x40;
-  Words is_number = (Words)(x == x);
-  Words kept = (rounded & is_number) | (nan & ~is_number);
-  *reinterpret_cast<Halves*>(to) = __builtin_convertvector(kept, Halves);
+  *reinterpret_cast<Halves*>(to) = __builtin_convertvector(round_to_upper(x) >> 16, Halves);
+#endif
+}
+
+// Both rounded to bfloat16 and side by side in each word, `low` in its lower half.
+inline Words interleave(Floats low, Floats high) {
+#if defined(__AVX512BF16__)
+  constexpr auto order = [] {
+    struct { uint16_t at[32]; } order{};
+    for (int lane = 0; lane < 16; ++lane) {
+      order.at[2 * lane] = static_cast<uint16_t>(lane);
+      order.at[2 * lane + 1] = static_cast<uint16_t>(16 + lane);
+    }
+    return order;
+  }();
+  __m512i index;
+  std::memcpy(&index, order.at, 64);
+  return (Words)_mm512_permutexvar_epi16(index, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+#else
+  return (round_to_upper(low) >> 16) | (round_to_upper(high) & 0xffff0000u);
 #endif
 }
 

@@ -64,7 +64,9 @@ class InProcessShard:
         config = load_model_config(folder)
         device = torch.device("cpu")
         longest = max_context_len(config)
-        self._executor = StepExecutor(load_model(folder, config, dtype, device, longest).prepare(), dtype, device)
+        self._executor = StepExecutor(
+            load_model(folder, config, dtype, device, longest).prepare(), dtype, device
+        )
         self._described = DescribeResponse(
             protocol_version=PROTOCOL_VERSION,
             model_revision="test",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import AttentionBatch, DecoderShape, KVCache, LayerWeights
+from kernels.block_quantised import FORMATS, GROUP, BlockQuantised
 from kernels.cpu import library
 from kernels.cpu.build import supported_sets
 from kernels.cpu.decoder import PackedDecoder, PackedLinear
@@ -228,10 +229,58 @@ def test_linear(native: ctypes.CDLL, rows: int, dtype: torch.dtype) -> None:
     x = torch.randn(rows, 38, generator=generator).to(dtype)
     exact = x.double() @ weight.double().T
 
-    result = PackedLinear(native, weight).forward(x)
+    result = PackedLinear(native, weight, dtype).forward(x)
 
     assert result.dtype == torch.float32
     assert error(result, exact) <= error(PlainLinear(weight).forward(x), exact) + SLACK
+
+
+def quantised(format_name: str, size: int, depth: int, generator: torch.Generator) -> BlockQuantised:
+    """Random numbers under scales that are neither tiny nor infinite."""
+    layout = FORMATS[format_name]
+    shape = (size, depth // GROUP, layout.block_bytes)
+    blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    halves = 2 if format_name == "Q4_1" else 1
+    scales = torch.randn(*shape[:2], halves, generator=generator).half() / 16
+    blocks[..., : 2 * halves] = scales.view(torch.uint8)
+    return BlockQuantised(format_name, blocks.view(size, -1))
+
+
+@pytest.mark.parametrize("rows", [1, 12, 13, 97])
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_quantised_blocks_give_the_bits_of_their_dense_weights(
+    native: ctypes.CDLL, format_name: str, rows: int
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    weight = quantised(format_name, 70, 352, generator)
+    x = torch.randn(rows, 352, generator=generator).bfloat16()
+    dense = weight.dense(torch.bfloat16)
+
+    expected = PackedLinear(native, dense, torch.bfloat16).forward(x)
+
+    assert dense.abs().max() > 0
+    assert torch.equal(PackedLinear(native, weight, torch.bfloat16).forward(x), expected)
+
+
+def test_layers_with_quantised_matrices_give_the_bits_of_dense_ones(native: ctypes.CDLL) -> None:
+    shape = replace(SMALL, hidden_size=64, intermediate_size=96)
+    case = Case(shape, [20, 1], [20, 33])
+    generator = torch.Generator().manual_seed(3)
+    plain, *_ = make_layers(case, torch.bfloat16, generator)
+    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    matrices: dict[str, Any] = {
+        "qkv": quantised("Q4_0", heads, 64, generator),
+        "output": quantised("Q8_0", 64, shape.num_heads * shape.head_dim, generator),
+        "gate_up": quantised("Q4_1", 192, 64, generator),
+        "down": quantised("Q4_1", 64, 96, generator),
+    }
+    dense: dict[str, Any] = {name: matrix.dense(torch.bfloat16) for name, matrix in matrices.items()}
+    first = Inputs.build(replace(case, windows=(None,)), torch.bfloat16, generator)
+    second = first.copy(torch.bfloat16)
+
+    expected = first.run(PackedDecoder(native, shape, [replace(plain, **dense)]))
+
+    assert torch.equal(second.run(PackedDecoder(native, shape, [replace(plain, **matrices)])), expected)
 
 
 def test_what_does_not_fit_is_refused(native: ctypes.CDLL) -> None:

@@ -15,9 +15,11 @@ ADDRESSES = {
     "shard-metrics-address": "127.0.0.1:4",
 }
 
+MODEL, FOLDER = Path("/model.gguf"), Path("/cache/model")
+
 
 def specs(config: ServeConfig, config_file: str | None = None) -> dict[str, ChildSpec]:
-    made = child_specs(config, ADDRESSES, Path("/model"), "name", Path("/sockets"), config_file)
+    made = child_specs(config, ADDRESSES, MODEL, FOLDER, "name", Path("/sockets"), config_file)
     return {spec.name: spec for spec in made}
 
 
@@ -34,6 +36,13 @@ def test_processes_find_each_other() -> None:
     assert shard["--metrics-address"] == "127.0.0.1:4"
 
 
+def test_only_the_shard_reads_the_file_that_the_folder_was_made_from() -> None:
+    made = specs(ServeConfig())
+
+    assert flags(made["router"])["--model"] == str(FOLDER)
+    assert flags(made["shard"])["--model"] == str(MODEL)
+
+
 def test_options_go_to_the_process_that_they_are_for() -> None:
     made = specs(ServeConfig(dtype="float32", block_size=8, shutdown_grace=7))
 
@@ -47,7 +56,8 @@ def test_switches_and_the_block_map_are_passed_on() -> None:
     made = child_specs(
         ServeConfig(enable_prefix_caching=False, swap_space=0.5),
         {**ADDRESSES, "block-map-address": "127.0.0.1:5"},
-        Path("/model"),
+        MODEL,
+        FOLDER,
         "name",
         Path("/sockets"),
         None,

@@ -23,4 +23,6 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def executor(tiny_folder: Path) -> StepExecutor:
     config = load_model_config(tiny_folder)
-    return StepExecutor(load_model(tiny_folder, config, torch.float32, CPU, 128).prepare(), torch.float32, CPU)
+    return StepExecutor(
+        load_model(tiny_folder, config, torch.float32, CPU, 128).prepare(), torch.float32, CPU
+    )
