@@ -1,10 +1,12 @@
 """The operations in plain torch: the oracle for every other implementation, and right on any device.
 
-Floating dtypes are float32, bfloat16 or float16 (float64 in tests), the same for all tensors of a call.
-`head_dim` and `size` count elements.
+Floating dtypes are float32, bfloat16 or float16 (float64 in tests), the same for all tensors of a call. Only
+caches may be `torch.float8_e4m3fn` instead: then their numbers times their scale are K or V. Other caches
+take no scale but 1. `head_dim` and `size` count elements.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -12,20 +14,51 @@ from torch import Tensor
 
 from kernels.batch import AttentionBatch
 
+FP8: Final = torch.float8_e4m3fn
+FP8_MAX: Final = 448.0
+
 
 def write_kv(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     """Stores each token's K and V in its slot, in place.
 
     `key`, `value`: `[num_tokens, num_kv_heads, head_dim]`. Caches: `[num_blocks, block_size, num_kv_heads,
-    head_dim]`, contiguous. `slot_mapping`: `[num_tokens]` int64 (see `AttentionBatch`), no slot twice.
-    Raises `RuntimeError` for caches that aren't contiguous and `IndexError` for a slot outside the cache.
-    Source: PagedAttention (arXiv 2309.06180), section 5.1, fused reshape and block write.
+    head_dim]`, contiguous. `slot_mapping`: `[num_tokens]` int64 (see `AttentionBatch`), no slot twice; a
+    negative slot is that of a padding token, which is stored nowhere. FP8 caches store K and V divided by
+    their scale, in float32, rounded to nearest, ties to even, and saturated at +-448.
+
+    Raises `RuntimeError` for caches that aren't contiguous, `ValueError` for a scale that the caches can't
+    have, and `IndexError` for a slot past the cache (on a GPU, which isn't waited for, the token is dropped).
+    Source: PagedAttention (arXiv 2309.06180), section 5.1, fused reshape and block write; FP8 Formats for
+    Deep Learning (arXiv 2209.05433), section 3.
     """
     heads = key_cache.shape[2:]
-    key_cache.view(-1, *heads).index_copy_(0, slot_mapping, key)
-    value_cache.view(-1, *heads).index_copy_(0, slot_mapping, value)
+    if (slot_mapping < 0).any():
+        written = slot_mapping >= 0
+        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
+    for tokens, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
+        check_scale(cache, scale)
+        slots = cache.view(-1, *heads)
+        if cache.dtype == FP8:
+            stored = (tokens.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+            slots.view(torch.uint8).index_copy_(0, slot_mapping, stored.view(torch.uint8))
+        else:
+            slots.index_copy_(0, slot_mapping, tokens)
+
+
+def check_scale(cache: Tensor, scale: float) -> None:
+    """Raises `ValueError` unless `cache` can have `scale`: positive, and 1 if it isn't FP8."""
+    if cache.dtype != FP8 and scale != 1:
+        raise ValueError(f"a {cache.dtype} cache has scale {scale}: only {FP8} has one that isn't 1")
+    if not scale > 0:
+        raise ValueError(f"a cache has scale {scale}: it must be above 0")
 
 
 def copy_blocks(
@@ -55,19 +88,30 @@ def paged_attention(
     batch: AttentionBatch,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Causal attention of every token in the batch over the cached K and V of its sequence, its own included.
 
     `query`: `[num_tokens, num_heads, head_dim]`. Caches: `[num_blocks, block_size, num_kv_heads, head_dim]`,
     with this step's K and V already written. Query head `h` reads KV head `h // (num_heads // num_kv_heads)`.
     `scale` multiplies the scores. `sliding_window` is how many tokens a token sees, itself included; `None`
-    is all. Returns `[num_tokens, num_heads, head_dim]`. Raises `IndexError` for a block outside the cache.
+    is all. `soft_cap` bends each score `s` to `soft_cap * tanh(s / soft_cap)`. `key_scale` and `value_scale`
+    are those of `write_kv`. Returns `[num_tokens, num_heads, head_dim]`: zeros for the token of a sequence of
+    length 0, which is padding.
 
     Slots that no token may see are never read, whatever they hold (a reused block may hold NaN).
-    Source: PagedAttention (arXiv 2309.06180), section 4.1, equation 4.
+    Raises `IndexError` for a block outside the cache, on a CPU, and `ValueError` as `write_kv` does.
+    Source: PagedAttention (arXiv 2309.06180), section 4.1, equation 4; Gemma 2 (arXiv 2408.00118), section 2,
+    logit soft-capping.
     """
-    output = torch.empty_like(query)
-    decodes = [index for index, count in enumerate(batch.query_lens) if count == 1]
+    check_scale(key_cache, key_scale)
+    check_scale(value_cache, value_scale)
+    scale *= key_scale
+    output = torch.zeros_like(query)
+    lens = batch.host_seq_lens
+    decodes = [index for index, count in enumerate(batch.query_lens) if count == 1 and lens[index]]
     if decodes:
         sequences = torch.tensor(decodes, device=query.device)
         tokens = batch.query_start[sequences].long()
@@ -77,9 +121,10 @@ def paged_attention(
             value_cache,
             batch.block_tables[sequences],
             batch.seq_lens[sequences],
-            max(batch.host_seq_lens[index] for index in decodes),
+            max(lens[index] for index in decodes),
             scale,
             sliding_window,
+            soft_cap,
         ).squeeze(1)
 
     end = 0
@@ -92,11 +137,12 @@ def paged_attention(
                 value_cache,
                 batch.block_tables[index : index + 1],
                 batch.seq_lens[index : index + 1],
-                batch.host_seq_lens[index],
+                lens[index],
                 scale,
                 sliding_window,
+                soft_cap,
             ).squeeze(0)
-    return output
+    return output if value_scale == 1 else (output.float() * value_scale).to(output.dtype)
 
 
 def _attend(
@@ -108,6 +154,7 @@ def _attend(
     max_seq_len: int,
     scale: float,
     sliding_window: int | None,
+    soft_cap: float | None,
 ) -> Tensor:
     """Attention for sequences with equally many tokens: `[num_seqs, num_queries, num_heads, head_dim]`."""
     num_seqs, num_queries, num_heads, head_dim = query.shape
@@ -127,9 +174,7 @@ def _attend(
     readable = positions.minimum(ends - 1)
     slots = block_tables.long().gather(1, readable // block_size) * block_size + readable % block_size
     keys, values = (
-        cache.view(-1, num_kv_heads * head_dim)
-        .index_select(0, slots.flatten())
-        .view(num_seqs, span, num_kv_heads, head_dim)
+        _gather(cache, slots).view(num_seqs, span, num_kv_heads, head_dim).to(query.dtype)
         for cache in (key_cache, value_cache)
     )
 
@@ -139,15 +184,23 @@ def _attend(
     rows = (
         query.view(num_seqs, num_queries, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
     )
-    attended = F.scaled_dot_product_attention(
-        rows,
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        attn_mask=mask.repeat(1, group, 1).unsqueeze(1),
-        scale=scale,
-    )
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    mask = mask.repeat(1, group, 1).unsqueeze(1)
+    if soft_cap is None:
+        attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+    else:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        scores = rows.to(wide) @ keys.to(wide).mT * scale
+        scores = (soft_cap * torch.tanh(scores / soft_cap)).masked_fill(~mask, -torch.inf)
+        attended = scores.softmax(-1).to(query.dtype) @ values
     by_head = attended.view(num_seqs, num_kv_heads, group, num_queries, head_dim)
     return by_head.permute(0, 3, 1, 2, 4).reshape(query.shape)
+
+
+def _gather(cache: Tensor, slots: Tensor) -> Tensor:
+    """Rows `[slots.numel(), num_kv_heads * head_dim]` of a cache; torch can't index FP8 on every device."""
+    rows = cache.view(torch.uint8) if cache.dtype == FP8 else cache
+    return rows.flatten(0, 1).flatten(1).index_select(0, slots.flatten()).view(cache.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -159,6 +212,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of `x + residual`, and that sum, rounded to their dtype: `(normed, new_residual)`.
+
+    `x`, `residual`: `[..., size]`, with `weight` `[size]`. Consumes `residual`: the sum may be written in its
+    place, so read only what is returned.
+    """
+    residual = residual.add_(x)
+    return rms_norm(residual, weight, eps), residual
 
 
 def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
