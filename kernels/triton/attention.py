@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.batch import AttentionBatch
 from kernels.reference import check_scale
 from kernels.triton.decode import attend_decodes
-from kernels.triton.problem import AttentionProblem
+from kernels.triton.problem import UNALIGNED, VARYING, AttentionProblem
 from kernels.triton.softmax import attend_tiles
 from kernels.triton.tuning import AttentionConfig
 
@@ -73,7 +73,7 @@ def attend_prefills(problem: AttentionProblem, config: AttentionConfig) -> None:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*VARYING, "num_seqs"], do_not_specialize_on_alignment=UNALIGNED)
 def _prefill(
     query,
     key_cache,

@@ -53,8 +53,8 @@ def write_kv(
         value.stride(0),
         value.stride(1),
         key_cache.shape[0] * key_cache.shape[1],
-        key_scale,
-        value_scale,
+        float(key_scale),
+        float(value_scale),
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         BLOCK_H=block_h,
@@ -68,7 +68,7 @@ def _last_dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slot_mapping"])
 def _write_kv(
     key,
     value,
@@ -201,7 +201,7 @@ def _move(
     wide = all(number % 8 == 0 for number in (size, *from_pointers, *to_pointers))
     words = size // 8 if wide else size
     pairs = _on_device((*from_blocks, *to_blocks), first.device)
-    grid = (triton.cdiv(words, _MOVED_WORDS), len(from_blocks), len(sources))
+    grid = (len(from_blocks), triton.cdiv(words, _MOVED_WORDS), len(sources))
     _move_words[grid](
         _pointers(from_pointers, first.device),
         _pointers(to_pointers, first.device),
@@ -225,7 +225,7 @@ def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _move_words(
     sources,
     destinations,
@@ -236,7 +236,7 @@ def _move_words(
     WIDE: tl.constexpr,
 ):
     """One program per `BLOCK` words of a block of a cache: 8 bytes each if `WIDE`, else 1."""
-    pair = tl.program_id(1)
+    pair = tl.program_id(0)
     cache = tl.program_id(2)
     if WIDE:
         source = tl.load(sources + cache).to(tl.pointer_type(tl.int64))
@@ -244,7 +244,7 @@ def _move_words(
     else:
         source = tl.load(sources + cache).to(tl.pointer_type(tl.int8))
         destination = tl.load(destinations + cache).to(tl.pointer_type(tl.int8))
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < words
     moved = tl.load(source + tl.load(pairs + pair) * words + offsets, mask=mask)
     tl.store(destination + tl.load(pairs + num_pairs + pair) * words + offsets, moved, mask=mask)

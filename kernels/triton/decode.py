@@ -10,8 +10,9 @@ from typing import Final
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from kernels.triton.problem import AttentionProblem
+from kernels.triton.problem import UNALIGNED, VARYING, AttentionProblem
 from kernels.triton.softmax import attend_tiles
 from kernels.triton.tuning import AttentionConfig
 
@@ -19,6 +20,9 @@ SPLIT_LENGTH: Final = 256
 """Tokens of a split, as long as a sequence has no more than `MAX_SPLITS` of them; longer sequences have
 longer splits instead. So a row's result depends on its own length and not on what else is in the batch."""
 MAX_SPLITS: Final = 32
+
+
+_merged: set[tuple[object, ...]] = set()
 
 
 def attend_decodes(problem: AttentionProblem, config: AttentionConfig) -> None:
@@ -30,8 +34,9 @@ def attend_decodes(problem: AttentionProblem, config: AttentionConfig) -> None:
     """
     batch = problem.batch
     num_seqs = len(batch.query_lens)
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    longest = MAX_SPLITS * SPLIT_LENGTH if capturing else max(batch.host_seq_lens)
+    longest = max(batch.host_seq_lens)
+    if _capturing(problem.query):
+        longest = MAX_SPLITS * SPLIT_LENGTH
     if problem.sliding_window is not None:
         # The first split starts at the border of the tile in which the window does.
         longest = min(longest, problem.sliding_window + config.block_n)
@@ -53,7 +58,10 @@ def attend_decodes(problem: AttentionProblem, config: AttentionConfig) -> None:
         num_stages=config.num_stages,
         enable_fp_fusion=True,
     )
-    if splits > 1:
+    variant = (*constants.values(), config.block_n, problem.query.dtype)
+    # The first launch compiles, which should not wait for the first sequence that is long; it merges nothing.
+    if splits > 1 or variant not in _merged:
+        _merged.add(variant)
         _merge[(num_seqs, problem.num_heads)](
             partials,
             weights,
@@ -68,6 +76,10 @@ def attend_decodes(problem: AttentionProblem, config: AttentionConfig) -> None:
             num_warps=4,
             enable_fp_fusion=True,
         )
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @triton.jit
@@ -89,7 +101,7 @@ def _ranges(
     return lowest, first, length, tl.cdiv(seq_len - first, length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
 def _decode(
     query,
     key_cache,
@@ -179,7 +191,7 @@ def _decode(
         tl.store(weights + row, peak + tl.log2(total), mask=rows < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["launched_splits"], do_not_specialize_on_alignment=["query_start", "seq_lens"])
 def _merge(
     partials,
     weights,

@@ -81,7 +81,7 @@ def _row_strides(x: Tensor) -> tuple[int, int] | None:
     return (x.stride(-3) if x.ndim > 2 else 0), x.stride(-2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_inner", "num_rows"])
 def _rms_norm(
     x,
     residual,

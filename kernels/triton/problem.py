@@ -11,6 +11,10 @@ from kernels.triton import fp8
 from kernels.triton.tuning import AttentionConfig, Kind, attention_config
 
 MAX_HEAD_DIM: Final = 256
+# Triton compiles anew for an argument that becomes 1 or a multiple of 16. Not for these, which change from
+# step to step: a request would wait for it.
+VARYING: Final = ["table_stride"]
+UNALIGNED: Final = ["block_tables", "query_start", "seq_lens"]
 # Rows of a matrix instruction are summed in steps of 16 elements.
 MIN_BLOCK_D: Final = 16
 
@@ -105,9 +109,9 @@ class AttentionProblem:
             self.query.stride(1),
             self.num_kv_heads * self.head_dim,
             tables.stride(0) if tables.stride(-1) == 1 else tables.shape[1],
-            self.scale,
-            self.value_scale,
-            self.soft_cap or 0.0,
+            float(self.scale),
+            float(self.value_scale),
+            float(self.soft_cap or 0),
             self.sliding_window or 0,
         )
 

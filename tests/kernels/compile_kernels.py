@@ -57,10 +57,16 @@ def main(everything: bool) -> None:
         for name in launch(everything):
             for kernel, binary in compiled:
                 registers, spilled = resources(binary)
-                report = {"family": family, "launch": name, "kernel": kernel, "registers": registers}
-                print(
-                    json.dumps({**report, "spilled": spilled, "shared": binary.metadata.shared}), flush=True
-                )
+                report = {
+                    "family": family,
+                    "launch": name,
+                    "kernel": kernel,
+                    "hash": binary.hash,
+                    "registers": registers,
+                    "spilled": spilled,
+                    "shared": binary.metadata.shared,
+                }
+                print(json.dumps(report), flush=True)
             compiled.clear()
 
 
@@ -81,6 +87,17 @@ def launch(everything: bool) -> Iterator[str]:
     yield "rotary_embedding"
     operations.silu_and_mul(rows.flatten(1))
     yield "silu_and_mul"
+
+    for count in (1, 3, 16):
+        many = torch.zeros(count, 4, 64, dtype=BF16)
+        cache = torch.zeros(count, 16, 4, 64, dtype=BF16)
+        operations.write_kv(many, many, cache, cache, torch.arange(count))
+        operations.rms_norm(many.flatten(1), many[0].flatten(), 1e-5)
+        operations.rotary_embedding(many, many, many[:, 0, :32], many[:, 0, :32])
+        operations.silu_and_mul(many.flatten(1))
+        for lens in ([(1, 9)] * (count - 1) + [(1, 300 * count)], [(2, 5 * count)] * count):
+            attention_case(lens, num_kv_heads=1, group=1, head_dim=64, dtype=BF16).attend(operations)
+        yield "steps"
 
     one, mixed = [(40, 300)], [(1, 300), (40, 300), (1, 700)]
     yield from attend(lens=one, head_dim=80, window=64, soft_cap=30.0)

@@ -4,8 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_a_table_is_written_as_it_is_kept(tmp_path: Path) -> None:
     tuning.write_table(tuning.read_table(), tmp_path / "tuned.json")
     written = (tmp_path / "tuned.json").read_text()
     assert json.loads(written) == tuning.read_table()
-    assert '"64/2": [128, 64, 8, 3],\n' in written
+    assert '"64/2": [128, 64, 8, 5],\n' in written
 
 
 def test_the_fastest_that_fits_is_best() -> None:
@@ -77,14 +78,29 @@ def test_what_is_measured_can_be_attended(kind: Kind, monkeypatch: pytest.Monkey
     torch.testing.assert_close(problem.output, first, atol=2e-2, rtol=0)
 
 
-def test_kernels_compile_and_fit_without_spills(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What compile_kernels reports."""
+    tmp_path = tmp_path_factory.mktemp("triton")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.kernels.compile_kernels"]
     process = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
-    reports = [json.loads(line) for line in process.stdout.splitlines()]
-    assert {report["family"] for report in reports} == SHARED_MEMORY.keys()
-    for report in reports:
+    return [json.loads(line) for line in process.stdout.splitlines()]
+
+
+def test_kernels_compile_and_fit_without_spills(compiled: list[dict[str, Any]]) -> None:
+    assert {report["family"] for report in compiled} == SHARED_MEMORY.keys()
+    for report in compiled:
         assert report["shared"] <= SHARED_MEMORY[report["family"]], report
         # What has no entry has to run, if slowly.
         assert report["spilled"] == 0 or report["family"] == "other", report
+
+
+def test_steps_of_other_sizes_compile_nothing_new(compiled: list[dict[str, Any]]) -> None:
+    variants: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for report in compiled:
+        if report["launch"] == "steps":
+            variants[report["family"], report["kernel"]].add(report["hash"])
+    assert len(variants) == 7 * len(SHARED_MEMORY)
+    assert {name for name, hashes in variants.items() if len(hashes) > 1} == set()
