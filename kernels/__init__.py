@@ -1,4 +1,4 @@
-"""One function per operation, with one documented signature each; see `kernels.reference`.
+"""One function per operation, with one documented signature each, given in `kernels.reference`.
 
 Callers import from here only, so nothing outside `kernels` knows which implementation ran. `kernels.dispatch`
 chooses for the small operations, the functions below for those that prepare weights.
@@ -18,6 +18,7 @@ from kernels.cpu import decoder as cpu
 from kernels.cpu import library
 from kernels.decoder import ComposedDecoder, DecoderShape, KVCache, LayerWeights, PlainLinear, dense
 from kernels.dispatch import (
+    add_rms_norm,
     copy_blocks,
     paged_attention,
     rms_norm,
@@ -36,6 +37,7 @@ __all__ = [
     "LayerWeights",
     "Linear",
     "Matrix",
+    "add_rms_norm",
     "copy_blocks",
     "cpu_kernels_missing",
     "keeps_blocks",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.batch import AttentionBatch
 from kernels.block_quantised import BlockQuantised, Matrix
-from kernels.dispatch import paged_attention, rms_norm, rotary_embedding, silu_and_mul, write_kv
+from kernels.dispatch import add_rms_norm, paged_attention, rms_norm, rotary_embedding, silu_and_mul, write_kv
 
 KVCache = tuple[Tensor, Tensor]
 """K and V of one layer, each `[num_blocks, block_size, num_kv_heads, head_dim]`."""
@@ -69,14 +69,19 @@ class ComposedDecoder:
         head_dim / 2]`, same dtype. Returns `[num_tokens, hidden_size]`, before the last norm.
         """
         eps = self._shape.rms_norm_eps
+        # What the last half layer computed, added to `hidden` with the norm that follows.
+        pending: Tensor | None = None
         for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
             parameters = layer.parameters
-            normed = rms_norm(hidden, parameters.attention_norm, eps)
-            hidden = hidden + self._attention(layer, normed, cos, sin, batch, kv_cache)
-            normed = rms_norm(hidden, parameters.mlp_norm, eps)
+            if pending is None:
+                normed = rms_norm(hidden, parameters.attention_norm, eps)
+            else:
+                normed, hidden = add_rms_norm(pending, hidden, parameters.attention_norm, eps)
+            pending = self._attention(layer, normed, cos, sin, batch, kv_cache)
+            normed, hidden = add_rms_norm(pending, hidden, parameters.mlp_norm, eps)
             gate_up = F.linear(normed, layer.gate_up, parameters.gate_up_bias)
-            hidden = hidden + F.linear(silu_and_mul(gate_up), layer.down, parameters.down_bias)
-        return hidden
+            pending = F.linear(silu_and_mul(gate_up), layer.down, parameters.down_bias)
+        return hidden if pending is None else hidden + pending
 
     def _attention(
         self, layer: "_Layer", x: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, kv_cache: KVCache
