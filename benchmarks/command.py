@@ -1,0 +1,108 @@
+"""What the benchmarks against others share on the command line: flags, one-line errors, Ctrl-C."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from benchmarks.results import FOLDER, Results
+
+
+class BenchmarkError(Exception):
+    """The benchmark can't run here; the message is one line that says what to do."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a flag in one line."""
+
+    def __init__(self, name: str, description: str | None) -> None:
+        super().__init__(
+            prog=f"python -m benchmarks.{name}",
+            description=(description or "").partition("\n")[0],
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.name = name
+        add = self.add_argument
+        add(
+            "--quick",
+            action="store_true",
+            help="little work, to see that everything runs; figures mean nothing",
+        )
+        add("--rounds", type=positive_int, help="runs of each contender, in turn; medians are printed")
+        add(
+            "--output",
+            type=Path,
+            nargs="?",
+            const=FOLDER,
+            metavar="FOLDER",
+            help=f"keep the lines there; without a value in benchmarks/{FOLDER.name}",
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+    def add_model(self) -> None:
+        """Which model, where and in which type."""
+        self.add_argument(
+            "--model", type=Path, help="model folder or .gguf file; by default the embedded model"
+        )
+        self.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where everybody computes")
+        self.add_argument(
+            "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights"
+        )
+        self.add_argument(
+            "--serve-flags",
+            default="",
+            metavar="FLAGS",
+            help="further flags of `launcher serve`, in one string",
+        )
+
+    def add_peers(self, default: Sequence[str], choices: Sequence[str]) -> None:
+        """Against whom."""
+        self.add_argument(
+            "--peers", nargs="*", choices=choices, default=list(default), help="none if the flag stands alone"
+        )
+
+
+def positive_int(text: str) -> int:
+    """Of a flag: 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return int(text)
+
+
+def positive_float(text: str) -> float:
+    """Of a flag: more than 0."""
+    if not 0 < float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be more than 0, not {text}")
+    return float(text)
+
+
+def execute(parser: Parser, arguments: Sequence[str] | None, body: Callable[[Any, Results], None]) -> None:
+    """Parses, runs `body` and ends the process in one line where it can't; contenders end with it."""
+    options = parser.parse_args(arguments)
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    results = Results(parser.name, options.output, vars(options))
+    try:
+        body(options, results)
+    except BenchmarkError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: stopped", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        os._exit(1)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        results.close()
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

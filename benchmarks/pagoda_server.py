@@ -1,0 +1,107 @@
+"""Pagoda as its clients meet it: `python -m launcher serve`, asked over gRPC by a client on this machine."""
+
+import asyncio
+import re
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from benchmarks.child_process import ChildProcess
+from benchmarks.workload import Answer, Run, Work, WorkRequest
+from pagoda.v1 import inference_pb2 as pb
+from pagoda.v1.inference_pb2_grpc import InferenceServiceStub
+from pagoda.v1.sampling_pb2 import SamplingParams
+
+# Apart from every default, and from the ports that the kernel hands out.
+PORTS: Final = range(54000, 55000)
+METRICS: Final = ("router", "scheduler", "shard")
+
+
+def free_port() -> int:
+    """A port of `PORTS` that nobody listens on."""
+    offset = time.monotonic_ns() // 1000
+    for index in range(len(PORTS)):
+        port = PORTS[(offset + index * 7) % len(PORTS)]
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise OSError(f"every port from {PORTS.start} to {PORTS.stop} is taken")
+
+
+def serve_command(model: Path, flags: str) -> tuple[list[str], str]:
+    """The launcher's command line, and the address that it will listen on."""
+    address = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "launcher", "serve", "--model", str(model), "--listen-address", address]
+    taken = {address}
+    for name in METRICS:
+        while (metrics := f"127.0.0.1:{free_port()}") in taken:
+            pass
+        taken.add(metrics)
+        command += [f"--{name}-metrics-address", metrics]
+    return [*command, *shlex.split(flags)], address
+
+
+class PagodaServer:
+    """A contender. Runs until closed."""
+
+    def __init__(self, model: Path, flags: str = "", name: str = "pagoda") -> None:
+        command, self.address = serve_command(model, flags)
+        self._child = ChildProcess(name, command)
+        try:
+            while not re.search(r"gRPC +\S", self._child.read_line()):
+                pass
+        except BaseException:
+            self._child.close()
+            raise
+
+    def run(self, work: Work) -> Run:
+        """Asks everything, each request when it arrives."""
+        return asyncio.run(ask(self.address, work))
+
+    def close(self) -> None:
+        """Ends the launcher and its processes."""
+        self._child.close()
+
+
+def spec(request: WorkRequest, salt: str = "") -> pb.GenerateSpec:
+    """Greedy, and past any end-of-sequence token. Runs of different salt share no blocks."""
+    return pb.GenerateSpec(
+        token_ids=pb.TokenIds(ids=request.prompt),
+        sampling=SamplingParams(temperature=0),
+        stop=pb.StopConditions(max_tokens=request.max_tokens, ignore_eos=True),
+        cache_salt=salt,
+    )
+
+
+async def ask(address: str, work: Work, clock: Callable[[], float] = time.perf_counter) -> Run:
+    """One client with one channel; a stream per request."""
+    salt = str(time.time_ns())
+    async with grpc.aio.insecure_channel(address) as channel:
+        await channel.channel_ready()
+        stub = InferenceServiceStub(channel)
+        began = clock()
+
+        async def one(request: WorkRequest) -> Answer:
+            await asyncio.sleep(request.arrival_s - (clock() - began) if request.arrival_s else 0)
+            arrived = began + request.arrival_s
+            tokens, first, last = 0, 0.0, 0.0
+            async for event in stub.GenerateStream(pb.GenerateStreamRequest(spec=spec(request, salt))):
+                if count := len(event.delta.token_ids):
+                    last = clock() - arrived
+                    first = first or last
+                    tokens += count
+            if tokens != request.max_tokens:
+                raise RuntimeError(f"{tokens} tokens came of {request.max_tokens}")
+            return Answer(tokens, first, last)
+
+        answers = await asyncio.gather(*map(one, work))
+        return Run(clock() - began, sum(answer.tokens for answer in answers), tuple(answers))
