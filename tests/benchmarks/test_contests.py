@@ -1,0 +1,239 @@
+"""The benchmarks against others: they run small, print the lines they promise, and refuse in one line."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import document, gpu, kernels, latency, peers, results, serving, startup, throughput
+from benchmarks.command import BenchmarkError
+from benchmarks.contest import contest
+from benchmarks.peers import Peer, Recipe
+from benchmarks.workload import Answer, Run, Work, make
+from tests.docs.pages import PAGES
+
+Capture = pytest.CaptureFixture[str]
+
+TINY = ["--quick", "--rounds=1", "--model-shape=tiny", "--dtype=float32"]
+FIELDS = {"benchmark", "name", "unit", "ours", "peer", "against", "ratio", "limit_fraction"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random models are written once, and not into the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def lines(capsys: Capture) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(set(line) >= FIELDS for line in found)
+    return found
+
+
+def test_ratios_say_how_much_better_ours_is() -> None:
+    faster = results.comparison("rate", "tok/s", [30, 10, 20], [5.0], "other", limit=40)
+    sooner = results.comparison("time", "s", [2.0], [5.0], "other", limit=1, lower_is_better=True)
+    alone = results.comparison("rate", "tok/s", [20])
+
+    assert (faster["ours"], faster["ratio"], faster["limit_fraction"]) == (20, 4, 0.5)
+    assert (sooner["ratio"], sooner["limit_fraction"]) == (2.5, 0.5)
+    assert (alone["peer"], alone["ratio"], alone["limit_fraction"]) == (None, None, None)
+
+
+def test_goodput_counts_what_kept_both_bounds() -> None:
+    answers = (Answer(11, 0.5, 1.0), Answer(11, 2.0, 2.5), Answer(11, 0.5, 5.5))
+
+    assert serving.goodput(Run(2.0, 33, answers), ttft_bound_s=1.0, itl_bound_s=0.1) == 0.5
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    values = [float(value) for value in range(1, 51)]
+
+    assert serving.percentile(values, 50) == 25
+    assert serving.percentile(values, 99) == 50
+
+
+class Scripted:
+    """Takes a given time for each run."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self._name, self._log = name, log
+
+    def run(self, work: Work) -> Run:
+        self._log.append(f"{self._name} {len(work)}")
+        return Run(1.0, len(work))
+
+    def close(self) -> None:
+        self._log.append(f"{self._name} closed")
+
+
+@pytest.mark.parametrize(
+    ("one_at_a_time", "order"),
+    [
+        (False, ["a 1", "b 1", "a 2", "b 2", "a 3", "b 3", "b closed", "a closed"]),
+        (True, ["a 1", "a 2", "a 3", "a closed", "b 1", "b 2", "b 3", "b closed"]),
+    ],
+)
+def test_contenders_take_turns(one_at_a_time: bool, order: list[str]) -> None:
+    log: list[str] = []
+    work = [make([(1, 1)] * count, 512) for count in (2, 3)]
+
+    runs = contest(
+        {name: lambda name=name: Scripted(name, log) for name in "ab"},  # type: ignore[misc]
+        work,
+        make([(1, 1)], 512),
+        one_at_a_time,
+    )
+
+    assert log == order
+    assert [run.tokens for run in runs["a"]] == [2, 3]
+
+
+PEER = """
+def load(options):
+    print("noise of a library")
+    def run(message):
+        if not message["requests"]:
+            raise ValueError("nothing asked")
+        times = [[0.25, 0.5] for _ in message["requests"]]
+        tokens = sum(one["max_tokens"] for one in message["requests"])
+        return {"seconds": 2.0, "tokens": tokens, "answers": times}
+    return run
+"""
+
+
+@pytest.fixture
+def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Peer:
+    (tmp_path / "scripted.py").write_text(PEER)
+    monkeypatch.setitem(peers.PEERS, "scripted", Recipe(str(tmp_path / "scripted"), ()))
+    monkeypatch.setattr(peers, "install", lambda name: Path(sys.executable))
+    return Peer("scripted", tmp_path, None, "cpu", "float32")
+
+
+def test_a_peer_answers_from_its_own_process(peer: Peer) -> None:
+    run = peer.run(make([(4, 6), (5, 8)], 512))
+    peer.close()
+
+    assert run == Run(2.0, 14, (Answer(6, 0.25, 0.5), Answer(8, 0.25, 0.5)))
+
+
+def test_a_peer_that_dies_says_why(peer: Peer) -> None:
+    with pytest.raises(
+        BenchmarkError, match=r"scripted ended with status 1: ValueError: nothing asked; see "
+    ):
+        peer.run([])
+    peer.close()
+
+
+def test_throughput_through_grpc_and_through_the_shard_alone(tmp_path: Path, capsys: Capture) -> None:
+    throughput.main([*TINY, f"--output={tmp_path}", "--peers"])
+
+    found = lines(capsys)
+    assert [line["name"] for line in found] == [
+        "gRPC path against shard alone",
+        "shard alone against matmul limit",
+    ]
+    assert all(line["ours"] > 0 and line["ratio"] > 0 and line["limit_fraction"] > 0 for line in found)
+    (kept,) = tmp_path.glob("throughput-????-??-??.jsonl")
+    head, *again = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert again == found
+    assert {"date", "commit", "hardware", "torch", "flags"} <= set(head)
+    assert document.newest("throughput", tmp_path) is None, "a quick run is no result"
+
+
+@pytest.mark.parametrize("work", ["offline", "long-tailed"])
+def test_the_shard_alone_needs_no_server(work: str, capsys: Capture) -> None:
+    throughput.main([*TINY, "--no-server", f"--workload={work}", "--peers"])
+
+    (line,) = lines(capsys)
+    assert line["name"] == "shard alone against matmul limit"
+
+
+def test_kernels_are_right_and_timed(capsys: Capture) -> None:
+    kernels.main([*TINY, "--only=attention"])
+
+    found = lines(capsys)
+    assert len(found) > 4
+    assert all(line["max_error"] < 1e-4 and line["bound"] in ("copy", "gemm") for line in found)
+
+
+def test_a_wrong_kernel_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr(kernels, "implementation", lambda operation: lambda x, weight, eps: x)
+
+    with pytest.raises(SystemExit, match="1"):
+        kernels.main([*TINY, "--only=rms_norm, 64"])
+
+    assert "rms_norm, 64 tokens is off by" in capsys.readouterr().err
+
+
+def test_the_gpu_command_runs_on_a_cpu(capsys: Capture) -> None:
+    flags = ["--quick", "--device=cpu", "--shapes", "tiny", "--dtype=float32", "--no-server", "--peers"]
+
+    gpu.main(flags)
+
+    names = [line["name"] for line in lines(capsys)]
+    assert names[0] == "rms_norm, 64 tokens"
+    assert names[-1] == "shard alone against matmul limit"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_one_line(capsys: Capture) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        gpu.main([])
+
+    printed = capsys.readouterr()
+    assert printed.err == "python -m benchmarks.gpu: no NVIDIA GPU is to be had: this torch sees none\n"
+    assert not printed.out
+
+
+@pytest.mark.parametrize("module", [gpu, kernels, latency, serving, startup, throughput])
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        (["--rounds", "0"], 2, "argument --rounds: must be at least 1, not 0"),
+        (["--no-such"], 2, "unrecognized arguments: --no-such"),
+        (["--device", "tpu"], 2, "argument --device: invalid choice: 'tpu'"),
+    ],
+)
+def test_bad_flags_give_one_line(
+    module: Any, flags: list[str], status: int, message: str, capsys: Capture
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        module.main(flags)
+
+    printed = capsys.readouterr()
+    assert ended.value.code == status
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("module", [kernels, latency, serving, startup, throughput])
+def test_a_model_that_is_not_there_gives_one_line(module: Any, tmp_path: Path, capsys: Capture) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        module.main([f"--model={tmp_path}/none"])
+
+    assert capsys.readouterr().err.endswith("none: no such folder or file\n")
+
+
+def test_the_page_has_the_results_that_are_kept() -> None:
+    text = PAGES["docs/performance.md"].read_text()
+
+    assert document.places(text) == ["plot", *document.NAMES]
+    assert text == document.generated(text), "run `python -m benchmarks.document`"
+
+
+def test_a_table_has_a_row_per_comparison(tmp_path: Path) -> None:
+    head = {"date": "2026-01-02", "commit": "abc", "python": "3", "torch": "2", "flags": {}}
+    hardware = {"cpu": "CPU", "cores": 2, "memory_gib": 23.4}
+    row = results.comparison("this against that", "tok/s", [1234.0], [617.0], "that", 2468.0)
+    kept = [json.dumps({**head, "hardware": hardware}), json.dumps(row)]
+    (tmp_path / "throughput-2026-01-02.jsonl").write_text("\n".join(kept))
+
+    said, _, *table = document.table(document.newest("throughput", tmp_path)).splitlines()
+
+    assert said == "2026-01-02, commit `abc`, 2 cores of CPU, 23 GiB; Python 3, torch 2."
+    assert table[2:] == ["| this against that | 1,234 tok/s | 617 tok/s | 2.00 | 50 % |"]
+    assert document.ratios(tmp_path) == [("this against that", 2.0)]
