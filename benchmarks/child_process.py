@@ -61,14 +61,14 @@ class ChildProcess:
             f"{self.name} ended with status {self.process.returncode}{reason}; see {self.log}"
         )
 
-    def close(self, grace_s: float = 45.0) -> None:
-        """Asks it to end, and after `grace_s` seconds ends it."""
+    def close(self, grace_s: float = 45.0, terminate: bool = True) -> None:
+        """Closes its standard input and, with `terminate`, sends SIGTERM; after `grace_s` seconds ends it."""
         assert self.process.stdin  # noqa: S101
         assert self.process.stdout  # noqa: S101
         try:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
-            if self.process.poll() is None:
+            if terminate and self.process.poll() is None:
                 self.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(grace_s)

@@ -89,8 +89,10 @@ def execute(parser: Parser, arguments: Sequence[str] | None, body: Callable[[Any
     options = parser.parse_args(arguments)
     previous = signal.signal(signal.SIGTERM, _interrupt)
     results = Results(parser.name, options.output, vars(options))
+    complete = False
     try:
         body(options, results)
+        complete = True
     except BenchmarkError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         sys.exit(1)
@@ -101,7 +103,7 @@ def execute(parser: Parser, arguments: Sequence[str] | None, body: Callable[[Any
         os._exit(1)
     finally:
         signal.signal(signal.SIGTERM, previous)
-        results.close()
+        results.close(complete)
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

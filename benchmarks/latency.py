@@ -10,18 +10,17 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import torch
-
 from benchmarks import models, peers
-from benchmarks.command import BenchmarkError, Parser, execute, positive_int
+from benchmarks.command import Parser, execute, positive_int
 from benchmarks.contest import Contender, contest
-from benchmarks.matmul_limit import MatmulLimit
+from benchmarks.device import device_of
+from benchmarks.matmul_limit import LimitContender
 from benchmarks.pagoda_server import PagodaServer
 from benchmarks.peers import PEERS, Peer
 from benchmarks.results import Results, comparison
 from benchmarks.workload import Run, Work, single
 
-OURS, QUANTIZED = "pagoda", "pagoda 4-bit"
+OURS, QUANTIZED, LIMIT = "pagoda", "pagoda 4-bit", "matmul limit"
 FOUR_BIT_PEER = "llama-cpp"
 UNIT = "output tok/s"
 
@@ -62,8 +61,7 @@ def parse() -> Parser:
 
 def body(options: Namespace, results: Results) -> None:
     """Measures, and prints three lines per peer."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise BenchmarkError("--device cuda: this torch sees no GPU")
+    device_of(options.device)
     model = models.find(options)
     peers.check(options.peers, model.gguf)
     device, dtype = options.device, options.dtype
@@ -77,24 +75,20 @@ def body(options: Namespace, results: Results) -> None:
     def peer(name: str) -> Contender:
         return Streaming(Peer(name, model.folder, model.gguf, device, dtype))
 
+    makers[LIMIT] = partial(LimitContender, model.folder, model.vocab_size, dtype, device)
     makers |= {name: partial(peer, name) for name in options.peers}
     rounds = options.rounds or (1 if options.quick else 5)
     output = 8 if options.quick else options.output_tokens
     work = [single(model.vocab_size, options.prompt, output, seed) for seed in range(rounds)]
-    runs = contest(makers, work, single(model.vocab_size, 16, 4, seed=rounds))
-    limit = limit_rate(model, dtype, device, 4 if options.quick else 32)
-    for line in lines(runs, options.peers, limit):
+    warm_up = single(model.vocab_size, 16, 4, seed=rounds)
+    runs = contest(makers, work, warm_up, device == "cuda", 0 if options.quick else 5)
+    for line in lines(runs, options.peers):
         results.line({**line, "model": model.name, "device": device})
 
 
-def limit_rate(model: models.Model, dtype: str, device: str, steps: int) -> float:
-    """Steps of one token per second, of matrix products alone."""
-    limit = MatmulLimit(model.folder, getattr(torch, dtype), torch.device(device))
-    return steps / median(limit.seconds([(1, 1)] * steps) for _ in range(3))
-
-
-def lines(runs: dict[str, list[Run]], against: Sequence[str], limit: float) -> list[dict[str, Any]]:
+def lines(runs: dict[str, list[Run]], against: Sequence[str]) -> list[dict[str, Any]]:
     """Ours against each peer in rate, time to first token and between tokens; the limit is not of 4 bits."""
+    limit = median(run.rate for run in runs[LIMIT])
     compared: list[dict[str, Any]] = []
     for peer in against:
         ours = QUANTIZED if peer == FOUR_BIT_PEER and QUANTIZED in runs else OURS

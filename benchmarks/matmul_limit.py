@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from benchmarks.shard_alone import limits_for, record
+from benchmarks.workload import Run, Work, output_tokens
 from shard.model_config import ModelConfig, load_model_config
 
 # Of the batch, as a hint to oneDNN's choice of layout.
@@ -32,7 +34,7 @@ class Product(NamedTuple):
 
 
 class MatmulLimit:
-    """A contender of a kind: `seconds` is how long a run can't but take."""
+    """Holds weights of a model's shapes."""
 
     def __init__(self, model: Path, dtype: torch.dtype, device: torch.device) -> None:
         config = load_model_config(model)
@@ -122,3 +124,20 @@ def _step(layers: list[Product], head: Product, batch: dict[int, Tensor], rows: 
     sampled = rows[head.width]
     if len(sampled):
         head.run(sampled)
+
+
+class LimitContender:
+    """The matmul limit, in its turn among the others."""
+
+    def __init__(self, model: Path, vocab_size: int, dtype: str, device: str) -> None:
+        self._limit = MatmulLimit(model, getattr(torch, dtype), torch.device(device))
+        self._vocab_size, self._device = vocab_size, device
+
+    def run(self, work: Work) -> Run:
+        """The products of the steps that this work takes."""
+        steps = record(work, limits_for(work, self._vocab_size, self._device))
+        shapes = [(step.num_tokens, step.num_rows) for step in steps]
+        return Run(self._limit.seconds(shapes), output_tokens(work))
+
+    def close(self) -> None:
+        """Nothing outlives this process."""

@@ -93,11 +93,15 @@ class Results:
         if folder:
             today = datetime.now(UTC).date().isoformat()
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / f"{name}-{today}.jsonl").open("w")
+            # A run that fails leaves the results of an earlier one alone.
+            self._path = folder / f"{name}-{today}.jsonl"
+            self._file = self._path.with_suffix(".partial").open("w")
             versions = {one: metadata.version(one) for one in ("torch", "grpcio")}
             head = {"benchmark": name, "date": today, "commit": commit(), "hardware": hardware()}
             head |= {"python": platform.python_version(), **versions}
-            head |= {"flags": {key: value for key, value in flags.items() if value is not None}}
+            head |= {
+                "flags": {key: value for key, value in flags.items() if value is not None and key != "output"}
+            }
             print(json.dumps(head, default=str), file=self._file, flush=True)
 
     def line(self, fields: dict[str, Any]) -> None:
@@ -107,7 +111,9 @@ class Results:
         if self._file:
             print(text, file=self._file, flush=True)
 
-    def close(self) -> None:
-        """The file is complete."""
+    def close(self, complete: bool) -> None:
+        """With `complete`, the file gets its name."""
         if self._file:
             self._file.close()
+            if complete:
+                self._path.with_suffix(".partial").replace(self._path)

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from benchmarks import models, peers
-from benchmarks.command import BenchmarkError, Parser, execute, positive_float, positive_int
+from benchmarks.command import Parser, execute, positive_float, positive_int
 from benchmarks.contest import contest
+from benchmarks.device import device_of
 from benchmarks.latency import Streaming
 from benchmarks.pagoda_server import PagodaServer
 from benchmarks.peers import PEERS, Peer
@@ -60,8 +59,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 def body(options: Namespace, results: Results) -> None:
     """Measures both, and prints one line per rate and peer, then those of the long prompt."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise BenchmarkError("--device cuda: this torch sees no GPU")
+    device_of(options.device)
     model = models.find(options)
     peers.check(options.peers, model.gguf)
     flags = f"--device {options.device} --dtype {options.dtype} {options.serve_flags}"
@@ -82,7 +80,8 @@ def _goodput(options: Namespace, model: models.Model, flags: str) -> list[dict[s
     asked = asked or offline(model.vocab_size, options.requests)
     rounds = options.rounds or 1
     work: list[Work] = [poisson(asked, rate, seed) for seed in range(rounds) for rate in rates]
-    runs = contest(makers, work, make([(24, 4)] * 4, model.vocab_size, seed=1))
+    warm_up = make([(24, 4)] * 4, model.vocab_size, seed=1)
+    runs = contest(makers, work, warm_up, options.device == "cuda", 0 if options.quick else 5)
     bounds = options.ttft_bound, options.itl_bound
     lines = []
     for index, rate in enumerate(rates):
@@ -111,7 +110,7 @@ def _long_prompt(options: Namespace, model: models.Model, flags: str) -> list[di
     rounds = options.rounds or (1 if options.quick else 3)
     work = [beside_a_long_prompt(model.vocab_size, prompt, shorts, rate, seed) for seed in range(rounds)]
     idle = make([(32, 8)], model.vocab_size, seed=rounds)
-    runs = contest(makers, [*work, idle], idle)
+    runs = contest(makers, [*work, idle], idle, options.device == "cuda", 0 if options.quick else 5)
     # What a short request takes with nobody beside it is the least that can be had.
     alone = runs[CHUNKED].pop().answers[0].ttft_s
     runs[UNCHUNKED].pop()

@@ -87,10 +87,8 @@ def record(work: Work, limits: Limits) -> list[Step]:
 class ShardAlone:
     """A contender: loads the model in this process, as a shard process would."""
 
-    def __init__(self, model: Path, dtype: str, device: str, kv_cache_memory_bytes: int = 1 << 30) -> None:
-        config = ShardConfig(
-            model=model, dtype=dtype, device=device, kv_cache_memory_bytes=kv_cache_memory_bytes
-        )
+    def __init__(self, model: Path, dtype: str, device: str) -> None:
+        config = ShardConfig(model=model, dtype=dtype, device=device)
         loaded = load_shard(config, ShardService(), Probes(), threading.Event())
         self._executor = loaded.executor
         self.vocab_size = loaded.description.vocab_size

@@ -16,6 +16,8 @@ import grpc
 from benchmarks import models, peers
 from benchmarks.child_process import ChildProcess
 from benchmarks.command import BenchmarkError, Parser, execute
+from benchmarks.contest import settle
+from benchmarks.device import device_of
 from benchmarks.pagoda_server import serve_command, spec
 from benchmarks.peers import PEERS, Peer
 from benchmarks.results import Results, comparison
@@ -96,16 +98,20 @@ def floor(model: Path) -> float:
 
 def body(options: Namespace, results: Results) -> None:
     """Measures, and prints one line per peer."""
+    device_of(options.device)
     model = models.find(options)
     peers.check(options.peers, model.gguf)
     flags = f"--device {options.device} --dtype {options.dtype} {options.serve_flags}"
     mine: list[float] = []
     others: dict[str, list[float]] = {name: [] for name in options.peers}
     limits: list[float] = []
+    settle_s = 0 if options.quick else 5
     for _ in range(options.rounds or (1 if options.quick else 2)):
+        settle(settle_s)
         limits.append(floor(model.folder))
         mine.append(ours(model.folder, flags, model.vocab_size))
         for name, seconds in others.items():
+            settle(settle_s)
             seconds.append(theirs(name, model, options))
     for peer, seconds in others.items() or [(None, [])]:
         name = f"start to first token against {peer}" if peer else "start to first token"

@@ -10,37 +10,19 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import torch
-
 from benchmarks import models, peers
-from benchmarks.command import BenchmarkError, Parser, execute
+from benchmarks.command import Parser, execute
 from benchmarks.contest import Makers, contest
-from benchmarks.matmul_limit import MatmulLimit
+from benchmarks.device import device_of
+from benchmarks.matmul_limit import LimitContender
 from benchmarks.pagoda_server import PagodaServer
 from benchmarks.peers import PEERS, Peer
 from benchmarks.results import Results, comparison
-from benchmarks.shard_alone import ShardAlone, limits_for, record
-from benchmarks.workload import Run, Work, long_tailed, make, offline, output_tokens
+from benchmarks.shard_alone import ShardAlone
+from benchmarks.workload import Run, Work, long_tailed, make, offline
 
 GRPC, ALONE, LIMIT = "gRPC path", "shard alone", "matmul limit"
 UNIT = "output tok/s"
-
-
-class LimitContender:
-    """The matmul limit, in its turn among the others."""
-
-    def __init__(self, model: models.Model, dtype: str, device: str) -> None:
-        self._limit = MatmulLimit(model.folder, getattr(torch, dtype), torch.device(device))
-        self._vocab_size, self._device = model.vocab_size, device
-
-    def run(self, work: Work) -> Run:
-        """The products of the steps that this work takes."""
-        steps = record(work, limits_for(work, self._vocab_size, self._device))
-        shapes = [(step.num_tokens, step.num_rows) for step in steps]
-        return Run(self._limit.seconds(shapes), output_tokens(work))
-
-    def close(self) -> None:
-        """Nothing outlives this process."""
 
 
 def parse() -> Parser:
@@ -56,7 +38,9 @@ def parse() -> Parser:
         "--no-server", action="store_true", help="leave out the gRPC path: the shard alone and its limit"
     )
     parser.add_argument(
-        "--one-at-a-time", action="store_true", help="load one contender after another, to save memory"
+        "--one-at-a-time",
+        action="store_true",
+        help="load one contender after another, to save memory; always so on a GPU",
     )
     return parser
 
@@ -74,13 +58,12 @@ def work_of(options: Namespace, vocab_size: int, seed: int) -> Work:
 def makers_of(options: Namespace, model: models.Model) -> Makers:
     """All contenders, ours first."""
     device, dtype = options.device, options.dtype
-    memory = (48 << 30) if device == "cuda" else (4 << 30)
-    flags = f"--device {device} --dtype {dtype} --kv-cache-memory-bytes {memory} {options.serve_flags}"
+    flags = f"--device {device} --dtype {dtype} {options.serve_flags}"
     makers: dict[str, Any] = {}
     if not options.no_server:
         makers[GRPC] = partial(PagodaServer, model.folder, flags)
-    makers[ALONE] = partial(ShardAlone, model.folder, dtype, device, memory)
-    makers[LIMIT] = partial(LimitContender, model, dtype, device)
+    makers[ALONE] = partial(ShardAlone, model.folder, dtype, device)
+    makers[LIMIT] = partial(LimitContender, model.folder, model.vocab_size, dtype, device)
     for name in options.peers:
         makers[name] = partial(Peer, name, model.folder, model.gguf, device, dtype)
     return makers
@@ -88,15 +71,16 @@ def makers_of(options: Namespace, model: models.Model) -> Makers:
 
 def body(options: Namespace, results: Results) -> None:
     """Measures, and prints one line per comparison."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise BenchmarkError("--device cuda: this torch sees no GPU")
+    device_of(options.device)
     model = models.find(options)
     peers.check(options.peers, model.gguf)
     # The same requests in each round; a salt keeps the rounds' KV blocks apart.
     rounds = options.rounds or (1 if options.quick else 3)
     work = work_of(options, model.vocab_size, 0)
     warm_up = make([(24, 4)] * 4, model.vocab_size, seed=1)
-    runs = contest(makers_of(options, model), [work] * rounds, warm_up, options.one_at_a_time)
+    # Each engine takes most of a GPU's memory.
+    apart = options.one_at_a_time or options.device == "cuda"
+    runs = contest(makers_of(options, model), [work] * rounds, warm_up, apart, 0 if options.quick else 5)
     for line in lines(runs, options.peers):
         results.line({**line, "model": model.name, "dtype": options.dtype, "device": options.device})
 

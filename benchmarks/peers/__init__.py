@@ -124,7 +124,7 @@ class Peer:
 
     def close(self) -> None:
         """Ends it."""
-        self._child.close(15)
+        self._child.close(15, terminate=False)
 
 
 def check(names: list[str], gguf: Path | None) -> None:

@@ -3,7 +3,8 @@
 OPTIONS is a JSON object. SCRIPT.py beside this file defines `load(options)`, which returns a function from
 `{"requests": [{"prompt", "max_tokens", "arrival_s"}], "stream"}` to `{"seconds", "tokens", "answers"}`, with
 one `[ttft_s, end_s]` per request in `answers`, or none where nothing was timed. One JSON line is written when
-it is loaded, and one for each line that comes. What libraries print goes to standard error.
+it is loaded, and one for each line that comes; at the end, its `close()` is called if it has one. What
+libraries print goes to standard error.
 """
 
 import importlib.util
@@ -33,10 +34,13 @@ def main(script: str, options: str) -> None:
         def answer(fields: dict[str, Any]) -> None:
             print(json.dumps(fields), file=answers, flush=True)
 
-        run = load_script(script).load(json.loads(options))
+        module = load_script(script)
+        run = module.load(json.loads(options))
         answer({"loaded": script})
         for line in sys.stdin:
             answer(run(json.loads(line)))
+        if hasattr(module, "close"):
+            module.close()
     # Past the threads of engines that don't end by themselves.
     sys.stderr.flush()
     os._exit(0)

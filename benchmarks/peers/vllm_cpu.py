@@ -11,6 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 Message = dict[str, Any]
+_engines: list[AsyncLLM] = []
 
 
 def load(options: Message) -> Callable[[Message], Message]:
@@ -31,6 +32,7 @@ def load(options: Message) -> Callable[[Message], Message]:
         return AsyncLLM.from_engine_args(arguments)
 
     engine = loop.run_until_complete(start())
+    _engines.append(engine)
     runs = 0
 
     def run(message: Message) -> Message:
@@ -39,6 +41,12 @@ def load(options: Message) -> Callable[[Message], Message]:
         return loop.run_until_complete(_serve(engine, message, str(runs)))
 
     return run
+
+
+def close() -> None:
+    """Ends the engine's processes."""
+    while _engines:
+        _engines.pop().shutdown()
 
 
 async def _serve(engine: AsyncLLM, message: Message, run: str) -> Message:

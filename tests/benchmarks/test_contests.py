@@ -86,6 +86,7 @@ def test_contenders_take_turns(one_at_a_time: bool, order: list[str]) -> None:
         work,
         make([(1, 1)], 512),
         one_at_a_time,
+        settle_s=0,
     )
 
     assert log == order
