@@ -49,7 +49,6 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-@cache
 def copy_seconds(num_bytes: int, device: torch.device, budget_s: float) -> float:
     """For a copy that moves `num_bytes`, half of them read and half of them written."""
     source = torch.ones(max(num_bytes // 2, 1), dtype=torch.uint8, device=device)
