@@ -13,6 +13,7 @@ from typing import Final
 import grpc
 
 from benchmarks.child_process import ChildProcess
+from benchmarks.command import BenchmarkError
 from benchmarks.workload import Answer, Run, Work, WorkRequest
 from pagoda.v1 import inference_pb2 as pb
 from pagoda.v1.inference_pb2_grpc import InferenceServiceStub
@@ -65,7 +66,11 @@ class PagodaServer:
 
     def run(self, work: Work) -> Run:
         """Asks everything, each request when it arrives."""
-        return asyncio.run(ask(self.address, work))
+        try:
+            return asyncio.run(ask(self.address, work))
+        except grpc.aio.AioRpcError as error:
+            said = f"{error.code().name}: {error.details()}"
+            raise BenchmarkError(f"{self._child.name} answered {said}; see {self._child.log}") from None
 
     def close(self) -> None:
         """Ends the launcher and its processes."""

@@ -56,6 +56,20 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert serving.percentile(values, 99) == 50
 
 
+def test_four_bit_weights_are_compared_with_four_bit_weights() -> None:
+    def run(seconds: float) -> list[Run]:
+        return [Run(seconds, 11, (Answer(11, 0.0, seconds),))]
+
+    runs = {latency.OURS: run(2.0), latency.LIMIT: run(1.0), "vllm-cpu": run(4.0), "llama-cpp": run(1.0)}
+    runs[latency.QUANTIZED] = run(0.5)
+
+    rate, _, _, four_bit, _, between = latency.lines(runs, ["vllm-cpu", "llama-cpp"])
+
+    assert (rate["ratio"], rate["limit_fraction"]) == (2, 0.5)
+    assert (four_bit["name"], four_bit["ratio"]) == ("pagoda 4-bit against llama-cpp", 2)
+    assert (between["ours"], between["limit_fraction"]) == (0.05, None)
+
+
 class Scripted:
     """Takes a given time for each run."""
 
