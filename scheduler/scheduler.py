@@ -257,6 +257,9 @@ class Scheduler:
 
     def _attach(self, sequence: Sequence, prefix: list[int]) -> None:
         self.blocks.attach(sequence, prefix)
+        # Of a beam whose result came back after it was preempted: it is computed, and so sampled, again.
+        # Until then the other beams must not go on with it.
+        sequence.candidates = None
         self.outstanding_tokens -= sequence.num_computed
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.num_computed, sequence.request.prompt_length)

@@ -1,14 +1,16 @@
 """Shared blocks: forks, beams, prefixes, swaps. Failure kinds that are known stay dead."""
 
 from collections import Counter
+from random import Random
 
 import pytest
 
+from scheduler.beam_search import BeamSearch
 from scheduler.block_pool import BlockPool
 from scheduler.invariants import check
 from scheduler.request import State
 from scheduler.totals import Totals
-from tests.scheduler.fake_shard import expected_output
+from tests.scheduler.fake_shard import expected_beams, expected_output
 from tests.scheduler.harness import Harness, limits, submit
 
 
@@ -349,3 +351,33 @@ def test_beams_that_are_dropped_free_their_blocks_back_to_the_last_shared_one() 
         assert device.num_used == len(held)
     assert device.num_used == 0
     assert len(harness.outputs["a"]) == 20
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_beams_preempted_between_their_results_do_not_go_on_halfway(seed: int) -> None:
+    """Beams recomputed in chunks sample in different steps: some have candidates while others are in flight."""
+    random = Random(seed)
+    harness = Harness(
+        limits(
+            num_blocks=64,
+            max_num_batched_tokens=8,
+            preemption_mode="recompute",
+            prefix_caching=bool(seed % 2),
+        )
+    )
+    width = random.randint(2, 3)
+    prompt = list(range(random.randint(5, 30)))
+    request = harness.add(submit("a", prompt, 8, n=width, beam_width=width))
+
+    for _ in range(60):
+        action = random.choices(["send", "receive", "preempt"], [9, 9, 2])
+        if action == ["send"] and len(harness.in_flight) < 2:
+            harness.send()
+        elif action == ["receive"] and harness.in_flight:
+            harness.receive()
+        elif action == ["preempt"] and request.running:
+            harness.scheduler._preempt(request)
+    harness.run()
+
+    search = BeamSearch(width, 1, False, frozenset(), 8)
+    assert [harness.all_outputs["a", index] for index in range(width)] == expected_beams(prompt, search)
