@@ -151,7 +151,7 @@ inline float largest(Floats x) {
 
 // e^x for x <= 88 to about 1e-7 of its value; below -87, and for -inf, 0.
 // 2^n times the Taylor polynomial on the rest, which is at most ln 2 / 2.
-inline Floats exp(Floats x) {
+[[gnu::always_inline]] inline Floats exp(Floats x) {
   Floats clamped = max(x, splat(-87.0f));
   Ints n = __builtin_convertvector(clamped * 1.44269504f + (clamped < 0 ? splat(-0.5f) : splat(0.5f)), Ints);
   Floats whole = __builtin_convertvector(n, Floats);
@@ -177,7 +177,7 @@ inline Floats silu(Floats x) {
 // Of `kLanes` rows of `kLanes` words, columns that lie `kSize` apart change places with rows that do; the masks
 // are constants, and the rows stay in registers, only with everything known to the compiler.
 template <int kSize>
-inline void transpose_from(Words (&rows)[kLanes]) {
+[[gnu::always_inline]] inline void transpose_from(Words (&rows)[kLanes]) {
   if constexpr (kSize < kLanes) {
     Words low, high;
 #pragma GCC unroll 16
@@ -197,6 +197,6 @@ inline void transpose_from(Words (&rows)[kLanes]) {
 }
 
 // Turns rows into columns.
-inline void transpose(Words (&rows)[kLanes]) { transpose_from<1>(rows); }
+[[gnu::always_inline]] inline void transpose(Words (&rows)[kLanes]) { transpose_from<1>(rows); }
 
 }  // namespace

@@ -355,7 +355,7 @@ def test_beams_that_are_dropped_free_their_blocks_back_to_the_last_shared_one() 
 
 @pytest.mark.parametrize("seed", range(200))
 def test_beams_preempted_between_their_results_do_not_go_on_halfway(seed: int) -> None:
-    """Beams recomputed in chunks sample in different steps: some have candidates while others are in flight."""
+    """Beams recomputed in chunks sample in different steps: some have candidates, others are in flight."""
     random = Random(seed)
     harness = Harness(
         limits(
