@@ -52,9 +52,10 @@ def serve_command(model: Path, flags: str) -> tuple[list[str], str]:
 
 
 class PagodaServer:
-    """A contender. Runs until closed."""
+    """A contender. Runs until closed. With `stream`, answers come token by token, otherwise whole."""
 
-    def __init__(self, model: Path, flags: str = "", name: str = "pagoda") -> None:
+    def __init__(self, model: Path, flags: str = "", name: str = "pagoda", stream: bool = True) -> None:
+        self._ask = ask if stream else ask_whole
         command, self.address = serve_command(model, flags)
         self._child = ChildProcess(name, command)
         try:
@@ -67,7 +68,7 @@ class PagodaServer:
     def run(self, work: Work) -> Run:
         """Asks everything, each request when it arrives."""
         try:
-            return asyncio.run(ask(self.address, work))
+            return asyncio.run(self._ask(self.address, work))
         except grpc.aio.AioRpcError as error:
             said = f"{error.code().name}: {error.details()}"
             raise BenchmarkError(f"{self._child.name} answered {said}; see {self._child.log}") from None
@@ -110,3 +111,19 @@ async def ask(address: str, work: Work, clock: Callable[[], float] = time.perf_c
 
         answers = await asyncio.gather(*map(one, work))
         return Run(clock() - began, sum(answer.tokens for answer in answers), tuple(answers))
+
+
+async def ask_whole(address: str, work: Work) -> Run:
+    """One client with one channel; all requests at once, each answered in one message."""
+    salt = str(time.time_ns())
+    async with grpc.aio.insecure_channel(address) as channel:
+        await channel.channel_ready()
+        stub = InferenceServiceStub(channel)
+        began = time.perf_counter()
+        calls = [stub.Generate(pb.GenerateRequest(spec=spec(request, salt))) for request in work]
+        responses = await asyncio.gather(*calls)
+        seconds = time.perf_counter() - began
+    tokens = [len(response.outputs[0].token_ids) for response in responses]
+    if tokens != [request.max_tokens for request in work]:
+        raise RuntimeError(f"{tokens} tokens came of {[request.max_tokens for request in work]}")
+    return Run(seconds, sum(tokens))

@@ -1,7 +1,8 @@
 """Output tokens per second on requests that are all there at once, against other engines and the limit.
 
-`gRPC path` is a client, the router, the scheduler and the shard on the same cores. `shard alone` is the step
-commands that the scheduler gives for the same requests, executed one after another in this process.
+`gRPC path` is a client, the router, the scheduler and the shard on the same cores, each answer one message;
+`gRPC streams` the same with answers token by token, which no other engine is asked for. `shard alone` is the
+step commands that the scheduler gives for the same requests, executed one after another in this process.
 """
 
 from argparse import Namespace
@@ -20,7 +21,7 @@ from benchmarks.results import Results, comparison
 from benchmarks.shard_alone import ShardAlone
 from benchmarks.workload import Run, Work, long_tailed, make, offline
 
-GRPC, ALONE, LIMIT = "gRPC path", "shard alone", "matmul limit"
+GRPC, STREAMS, ALONE, LIMIT = "gRPC path", "gRPC streams", "shard alone", "matmul limit"
 UNIT = "output tok/s"
 
 
@@ -60,7 +61,8 @@ def makers_of(options: Namespace, model: models.Model) -> Makers:
     flags = f"--device {device} --dtype {dtype} {options.serve_flags}"
     makers: dict[str, Any] = {}
     if not options.no_server:
-        makers[GRPC] = partial(PagodaServer, model.folder, flags)
+        makers[GRPC] = partial(PagodaServer, model.folder, flags, stream=False)
+        makers[STREAMS] = partial(PagodaServer, model.folder, flags)
     makers[ALONE] = partial(ShardAlone, model.folder, dtype, device)
     makers[LIMIT] = partial(LimitContender, model.folder, model.vocab_size, dtype, device)
     for name in options.peers:
@@ -93,8 +95,11 @@ def lines(runs: dict[str, list[Run]], against: Sequence[str]) -> list[dict[str, 
     compared = [
         comparison(f"{name} against {peer}", UNIT, ours, rates[peer], peer, limit) for peer in against
     ]
-    if name == GRPC:
-        compared.append(comparison(f"{GRPC} against {ALONE}", UNIT, ours, rates[ALONE], ALONE, limit))
+    for path in (GRPC, STREAMS):
+        if path in rates:
+            compared.append(
+                comparison(f"{path} against {ALONE}", UNIT, rates[path], rates[ALONE], ALONE, limit)
+            )
     compared.append(comparison(f"{ALONE} against {LIMIT}", UNIT, rates[ALONE], rates[LIMIT], LIMIT, limit))
     return compared
 

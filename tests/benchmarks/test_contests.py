@@ -149,6 +149,7 @@ def test_throughput_through_grpc_and_through_the_shard_alone(tmp_path: Path, cap
     found = lines(capsys)
     assert [line["name"] for line in found] == [
         "gRPC path against shard alone",
+        "gRPC streams against shard alone",
         "shard alone against matmul limit",
     ]
     assert all(line["ours"] > 0 and line["ratio"] > 0 and line["limit_fraction"] > 0 for line in found)
