@@ -4,6 +4,8 @@
 // result doesn't depend on its batch.
 #pragma once
 
+#include <omp.h>
+
 #include "weights.h"
 
 namespace {
@@ -11,8 +13,10 @@ namespace {
 // Rows that share one pass over a panel, a multiple of each kTileRows; their sums stay in the L1 cache.
 constexpr int kRowBlock = 96;
 // sums[rows][kPanel] (+)= a[rows][depth] @ panel. `lda` counts elements, `depth` is a multiple of kPack.
+// `ahead`, if any, is as large as the panel and fetched meanwhile.
 template <int kRows, typename T>
-inline void multiply_tile(const T* a, ptrdiff_t lda, const T* panel, int depth, float* sums, bool add) {
+inline void multiply_tile(const T* a, ptrdiff_t lda, const T* panel, int depth, float* sums, bool add,
+                          const T* ahead = nullptr) {
   constexpr int kPack = Element<T>::kPack;
   Floats sum[kRows][2];
 #pragma GCC unroll 12
@@ -21,7 +25,11 @@ inline void multiply_tile(const T* a, ptrdiff_t lda, const T* panel, int depth, 
     sum[row][1] = add ? load(sums + row * kPanel + kLanes) : splat(0);
   }
   for (int k = 0; k < depth; k += kPack) {
-    const T* at = panel + static_cast<ptrdiff_t>(k) * kPanel;
+    const ptrdiff_t place = static_cast<ptrdiff_t>(k) * kPanel;
+    const T* at = panel + place;
+    if (ahead)
+      for (int byte = 0; byte < kPack * kPanel * static_cast<int>(sizeof(T)); byte += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(ahead + place) + byte, 0, 2);
     if constexpr (kPack == 1) {
       Floats b0 = load(at), b1 = load(at + kLanes);
 #pragma GCC unroll 12
@@ -67,11 +75,15 @@ inline void multiply_rest(int rows, const T* a, ptrdiff_t lda, const T* panel, i
   }
 }
 
-// The same for any number of rows.
+// The same for any number of rows. The first rows wait for the panel to come from memory; while the second ones
+// find it in the cache, what lies `ahead` is fetched.
 template <typename T>
-inline void multiply(int rows, const T* a, ptrdiff_t lda, const T* panel, int depth, float* sums, bool add) {
-  for (; rows > kTileRows; rows -= kTileRows, a += kTileRows * lda, sums += kTileRows * kPanel)
-    multiply_tile<kTileRows>(a, lda, panel, depth, sums, add);
+inline void multiply(int rows, const T* a, ptrdiff_t lda, const T* panel, int depth, float* sums, bool add,
+                     const T* ahead = nullptr) {
+  for (int first = 0; rows > kTileRows; rows -= kTileRows, a += kTileRows * lda, sums += kTileRows * kPanel) {
+    multiply_tile<kTileRows>(a, lda, panel, depth, sums, add, first == kTileRows ? ahead : nullptr);
+    first += kTileRows;
+  }
   multiply_rest<T>(rows, a, lda, panel, depth, sums, add);
 }
 
@@ -89,8 +101,10 @@ void matmul(const T* x, int rows, Weight weight, int num_panels, Finish finish) 
       alignas(64) T scratch[Weight::kScratch];
       for (int k = 0; k < depth; k += Weight::kDepthBlock) {
         const int part = depth - k < Weight::kDepthBlock ? depth - k : Weight::kDepthBlock;
+        // Most likely this thread's next one.
+        const int next = panel + omp_get_num_threads();
         multiply(count, x + first * static_cast<ptrdiff_t>(depth) + k, depth, weight.part(panel, k, part, scratch), part,
-                 sums, k > 0);
+                 sums, k > 0, next < num_panels ? weight.ahead(next, k) : nullptr);
       }
       finish(first, count, panel, sums);
     }

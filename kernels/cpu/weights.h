@@ -27,6 +27,8 @@ struct DenseWeight {
   const T* part(int panel, int k, int, T*) const {
     return data + (static_cast<ptrdiff_t>(panel) * depth + k) * kPanel;
   }
+
+  const T* ahead(int panel, int k) const { return part(panel, k, 0, nullptr); }
 };
 
 template <int kBits>
@@ -65,6 +67,9 @@ struct QuantisedWeight {
       }
     return scratch;
   }
+
+  // A third of the bytes and all the unpacking: memory is not what these wait for.
+  const bf16* ahead(int, int) const { return nullptr; }
 };
 
 inline int padded(int size) { return (size + kPanel - 1) / kPanel * kPanel; }
