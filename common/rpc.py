@@ -8,6 +8,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
+MIN_PING_INTERVAL_MS: Final = 5_000
 
 SERVER_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -17,7 +18,9 @@ SERVER_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # A peer that pings more often, three times over, is cut off with `too_many_pings`. By default gRPC bears
+    # a ping every 5 minutes where no data flows, so idle streams would end.
+    ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
 ]
 
 CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
@@ -25,6 +28,8 @@ CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # By default a client stops after two pings without data, and would never see that an idle peer is gone.
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),

@@ -1,12 +1,88 @@
-"""Addresses are checked before they are used, and bound once."""
+"""Options are known to gRPC and go together; addresses are checked before they are used, and bound once."""
 
+import ast
+import asyncio
+from collections.abc import Iterator
 from concurrent import futures
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.rpc import SERVER_OPTIONS, AddressError, bind, check_address, split_host_port
+from common.rpc import (
+    CHANNEL_OPTIONS,
+    SERVER_OPTIONS,
+    AddressError,
+    add_health_aio,
+    bind,
+    check_address,
+    split_host_port,
+)
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("benchmarks", "common", "examples", "launcher", "router", "scheduler", "shard", "tests")
+
+
+def options_named(path: Path) -> Iterator[str]:
+    """The gRPC options in a file: the first of two, and a dotted name that begins with `grpc.`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Tuple(elts=[ast.Constant(value=str(name)), _]) if name.startswith("grpc."):
+                yield name
+
+
+def test_every_option_is_one_that_grpc_knows() -> None:
+    """It takes any name, and ignores what it doesn't know: a misspelt option would say nothing."""
+    library = Path(cygrpc.__file__).read_bytes()
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    named = {name for path in paths for name in options_named(path)}
+
+    assert {name for name, _ in (*SERVER_OPTIONS, *CHANNEL_OPTIONS)} <= named
+    # C strings end with a zero byte.
+    assert [name for name in sorted(named) if name.encode() + b"\0" not in library] == []
+
+
+def test_our_clients_ping_no_more_often_than_our_servers_bear() -> None:
+    server, client = dict(SERVER_OPTIONS), dict(CHANNEL_OPTIONS)
+
+    assert client["grpc.keepalive_time_ms"] >= 2 * server["grpc.http2.min_ping_interval_without_data_ms"]
+    # Else two hours must lie between pings while no call is open.
+    assert server["grpc.keepalive_permit_without_calls"] == 1
+    # Else pings stop after the second one without data.
+    assert client["grpc.http2.max_pings_without_data"] == 0
+
+
+def hastened(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """The same, with keepalive and pings a hundred times as often."""
+    return [
+        (name, value // 100 if "keepalive_time_ms" in name or "ping_interval" in name else value)
+        for name, value in options
+    ]
+
+
+async def test_an_idle_stream_stays_open_through_pings(tmp_path: Path) -> None:
+    server = grpc.aio.server(options=hastened(SERVER_OPTIONS))
+    health = add_health_aio(server)
+    address = f"unix:{tmp_path}/s"
+    bind(server, address)
+    async with AsyncExitStack() as stack:
+        await server.start()
+        stack.push_async_callback(server.stop, 0)
+        channel = grpc.aio.insecure_channel(address, options=hastened(CHANNEL_OPTIONS))
+        await stack.enter_async_context(channel)
+        call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await call.read()
+
+        reading = asyncio.ensure_future(call.read())
+        # A client pings once a second at most, at once to begin with; the fourth is the end if it's too many.
+        assert not (await asyncio.wait([reading], timeout=3.6))[0]
+
+        await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert (await reading).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @pytest.mark.parametrize(

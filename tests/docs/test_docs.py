@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import json_format
 
 from common import config
-from common.rpc import MAX_MESSAGE_BYTES
+from common.rpc import MAX_MESSAGE_BYTES, MIN_PING_INTERVAL_MS
 from pagoda.v1 import inference_pb2 as pb
 from pagoda.v1.sampling_pb2 import SamplingParams
 from router import validation
@@ -159,8 +159,9 @@ def test_limits_are_those_of_the_code(field: str, limit: str) -> None:
     assert any(limit in line for line in rows), rows
 
 
-def test_the_message_limit_is_that_of_the_code() -> None:
+def test_the_limits_of_grpc_are_those_of_the_code() -> None:
     assert f"{MAX_MESSAGE_BYTES >> 20} MiB" in prose("docs/clients.md")
+    assert f"no more often than every {MIN_PING_INTERVAL_MS / 1000:g} s" in prose("docs/clients.md")
 
 
 def reasons_given() -> Iterator[str]:
