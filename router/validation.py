@@ -186,6 +186,10 @@ def _beam_search(spec: GenerateSpec, n: int) -> BeamSearch | None:
             )
     if spec.stop.strings:
         raise invalid("spec.stop.strings", "don't go with a beam search; give token_ids")
+    if spec.prior_outputs:
+        # What a client holds are finished outputs, if any; the beams that might still beat them are lost.
+        message = "a beam search can't be resumed; send the request again without prior_outputs"
+        raise invalid("spec.prior_outputs", message)
     return BeamSearch(
         beam_width=given.beam_width, length_penalty=penalty, early_stopping=given.early_stopping
     )

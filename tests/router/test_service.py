@@ -509,6 +509,23 @@ async def test_beams_come_with_their_scores(client: Client) -> None:
     assert [output.text for output in outputs] == ["fox", "fox"]
 
 
+async def test_a_beam_search_begins_anew_after_a_lost_scheduler(client: Client) -> None:
+    call = generate(client, spec(n=2, beam_search=pb.BeamSearch(beam_width=3)))
+    await client.scheduler.accept()
+    client.scheduler.drop()
+
+    submit = await client.scheduler.accept()
+
+    # Marked as accepted before, with nothing to go on from.
+    assert list(submit.prior_outputs) == [pb.PriorOutput(), pb.PriorOutput(index=1)]
+    assert submit.beam_search.beam_width == 3
+    for index in range(2):
+        client.scheduler.send(submit, ids("fox"), LENGTH, output_index=index, score=-1 - index)
+    response = await call
+    assert [output.text for output in response.outputs] == ["fox", "fox"]
+    assert response.usage.completion_tokens == 2 * len(ids("fox"))
+
+
 async def test_a_client_resumes_with_what_it_holds(client: Client) -> None:
     answer = ids("nothing 🙂 is wasted, lazy")
     cut = len(ids("nothing ")) + 1  # within the emoji's bytes

@@ -121,6 +121,11 @@ INVALID = [
         "spec.stop.strings",
         "don't go with a beam search",
     ),
+    (
+        beams(BeamSearch(beam_width=2), prior_outputs=[PriorOutput(token_ids=[4])]),
+        "spec.prior_outputs",
+        "a beam search can't be resumed; send the request again without prior_outputs",
+    ),
     (prior(PriorOutput(token_ids=[4]), seed=None), "spec.sampling.seed", "required with prior_outputs"),
     (prior(PriorOutput(index=1)), "spec.prior_outputs[0].index", "1 must be less than n"),
     (prior(PriorOutput(), PriorOutput()), "spec.prior_outputs[1].index", "twice"),

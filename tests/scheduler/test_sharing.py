@@ -6,6 +6,9 @@ from random import Random
 import pytest
 
 from scheduler.beam_search import BeamSearch
+
+
+from pagoda.v1.inference_pb2 import PriorOutput
 from scheduler.block_pool import BlockPool
 from scheduler.invariants import check
 from scheduler.request import State
@@ -381,3 +384,16 @@ def test_beams_preempted_between_their_results_do_not_go_on_halfway(seed: int) -
 
     search = BeamSearch(width, 1, False, frozenset(), 8)
     assert [harness.all_outputs["a", index] for index in range(width)] == expected_beams(prompt, search)
+
+
+def test_a_beam_search_that_was_lost_begins_anew() -> None:
+    """A router's resubmit says that the request was accepted before, and holds no tokens of it."""
+    harness = Harness(limits(num_blocks=64))
+    prior = [PriorOutput(index=index) for index in range(2)]
+    harness.add(submit("a", [1, 2, 3], 8, n=2, beam_width=3))
+    harness.add(submit("b", [1, 2, 3], 8, n=2, beam_width=3, prior_outputs=prior))
+
+    harness.run()
+
+    assert got(harness, "b", 2) == got(harness, "a", 2)
+    assert [len(tokens) for tokens in got(harness, "b", 2)] == [8, 8]
