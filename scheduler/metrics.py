@@ -50,17 +50,17 @@ def watch(current: Callable[[], Scheduler | None]) -> None:
     _running.set_function(read(lambda s: len(s.running)))
     _waiting.set_function(read(lambda s: len(s.waiting)))
     _outstanding.set_function(read(lambda s: s.outstanding_tokens))
-    REGISTRY.register(_Totals(current))
+    _totals.current = current
 
 
 class _Totals(Collector):
-    """Counters that the scheduler keeps anyway."""
+    """Counters that the scheduler keeps anyway; zero before there is one."""
 
-    def __init__(self, current: Callable[[], Scheduler | None]) -> None:
-        self._current = current
+    def __init__(self) -> None:
+        self.current: Callable[[], Scheduler | None] = lambda: None
 
     def collect(self) -> Iterable[Metric]:
-        scheduler = self._current()
+        scheduler = self.current()
         totals = scheduler.totals if scheduler else Totals()
         for name, text, value in (
             ("pagoda_kv_block_copies", "Blocks copied on write", totals.copies),
@@ -79,6 +79,10 @@ class _Totals(Collector):
         preemptions.add_metric(["recompute"], totals.recomputes)
         preemptions.add_metric(["swap"], totals.swaps)
         yield preemptions
+
+
+_totals = _Totals()
+REGISTRY.register(_totals)
 
 
 def observe_plan(plan: StepPlan, seconds: float) -> None:

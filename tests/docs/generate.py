@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from prometheus_client import REGISTRY
 from prometheus_client.metrics import MetricWrapperBase
 
 import router.metrics
@@ -56,14 +57,24 @@ def flag_table(config: type[Any]) -> str:
 
 
 def metric_table(module: types.ModuleType) -> str:
-    """One row per metric that a process's module defines."""
-    found = [value for value in vars(module).values() if isinstance(value, MetricWrapperBase)]
+    """One row per metric of the collectors that a process's module holds and /metrics asks."""
+    registered = {id(collector) for collector in REGISTRY._collector_to_names}
     rows = []
-    for metric in found:
-        (described,) = metric.describe()
-        name = described.name + ("_total" if described.type == "counter" else "")
-        labels = ", ".join(f"`{label}`" for label in metric._labelnames)
-        rows.append((f"`{name}`", described.type, labels, described.documentation.rstrip(".")))
+    for collector in vars(module).values():
+        if id(collector) not in registered:
+            continue
+        # A metric with labels but no values yet describes itself without them.
+        labels = collector._labelnames if isinstance(collector, MetricWrapperBase) else None
+        for metric in collector.describe() if labels is not None else collector.collect():
+            names = metric._labelnames if labels is None else labels
+            rows.append(
+                (
+                    f"`{metric.name}{'_total' if metric.type == 'counter' else ''}`",
+                    metric.type,
+                    ", ".join(f"`{name}`" for name in names),
+                    metric.documentation.rstrip("."),
+                )
+            )
     return _table(("Metric", "Type", "Labels", "Meaning"), rows)
 
 

@@ -17,7 +17,7 @@ from pagoda.v1 import inference_pb2 as pb
 from pagoda.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.docs.pages import ROOT, blocks, prose
 from tests.e2e.client import Answer, spec
-from tests.e2e.stack import Stack, launched, until
+from tests.e2e.stack import PROCESSES, Stack, launched, until
 
 pytestmark = pytest.mark.e2e
 
@@ -102,6 +102,15 @@ def test_the_sizes_are_those_of_the_embedded_model(stack: Stack) -> None:
 
     assert per_block == 16 * per_token
     assert stack.metric("shard", "pagoda_shard_kv_cache_bytes") == blocks_in_all * per_block
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_every_metric_that_is_served_has_its_row(stack: Stack, process: str) -> None:
+    served = re.findall(r"^# TYPE (pagoda_\S+) ", stack.get(process, "/metrics"), re.MULTILINE)
+    section = prose("docs/operations.md").partition(f"### Metrics of the {process}\n")[2].partition("\n#")[0]
+    rows = re.findall(r"^\| `(pagoda_\w+)` \|", section, re.MULTILINE)
+
+    assert sorted(served) == sorted(rows)
 
 
 def test_the_three_processes_run_by_hand(tiny_model_folder: Path) -> None:
