@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,32 @@ def test_the_python_of_a_page_runs(stack: Stack, page: str) -> None:
 
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.split()) > 10
+
+
+def test_the_prefix_cache_is_flushed_under_the_launcher(tiny_model_folder: Path) -> None:
+    (flush,) = blocks("docs/memory.md", "python")
+    # Of its own, or the servers of whoever runs this would be flushed, too; and short, as a socket's path is.
+    with tempfile.TemporaryDirectory() as folder:
+        environ = {"TMPDIR": folder}
+        with (
+            launched(f"--model={tiny_model_folder}", **environ) as stack,
+            grpc.insecure_channel(ready(stack)) as channel,
+        ):
+            # 40 of its tokens were computed and fill two blocks.
+            Answer(stack.stub(channel), spec("a", max_tokens=40, ignore_eos=True)).finish()
+            until(lambda: stack.used_blocks() == 0)
+
+            result = subprocess.run(
+                [sys.executable, "-c", flush],
+                cwd=ROOT,
+                env={**os.environ, **environ},
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+
+            assert result.stdout.endswith("/scheduler 2 blocks freed\n"), result.stderr
+            assert stack.metric("scheduler", "pagoda_kv_blocks", tier="device", state="cached") == 0
 
 
 class LosesItsRouter:
