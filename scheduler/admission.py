@@ -77,8 +77,8 @@ def make_request(
     width = max(submit.n, submit.beam_search.beam_width, 1)
     widest = min(limits.max_num_seqs, MAX_WIDTH)
     if width > widest:
-        field = "spec.beam_search.beam_width" if submit.beam_search.beam_width > submit.n else "spec.n"
-        raise RefusedError(invalid, f"{width} is above max_num_seqs, which is {widest}", field)
+        message = f"{width} is above max_num_seqs, which is {widest}"
+        raise RefusedError(invalid, message, _width_field(submit))
     max_length = _max_length(submit, limits, width)
     request = Request(
         submit_key(submit),
@@ -147,17 +147,21 @@ def _max_length(submit: Submit, limits: Limits, width: int) -> int:
     The last token is never computed, so it needs no slot.
     """
     prompt_length = len(submit.prompt_token_ids)
-    shared = prompt_length // limits.block_size if width > 1 else 0
-    pool_length = (shared + (limits.num_blocks - shared) // width) * limits.block_size + 1
+    pool_length = _pool_length(prompt_length, width, limits)
     outputs = f" for {width} sequences" if width > 1 else ""
-    if limits.num_blocks < shared or prompt_length >= pool_length:
+    if prompt_length >= pool_length:
+        # The most with which the output fits as well, or at least a token of it.
+        wanted = (max(submit.max_tokens, 1), 1)
+        widest = next(filter(None, (_widest(prompt_length, tokens, width, limits) for tokens in wanted)), 0)
+        if not widest:
+            whole = limits.num_blocks * limits.block_size
+            message = f"the prompt has {prompt_length} tokens; the whole KV pool holds {whole}"
+            raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, message, "spec.prompt")
         message = (
-            f"the prompt has {prompt_length} tokens; the whole KV pool holds "
-            f"{max(pool_length - 1, 0)} in each of {width} sequences"
-            if width > 1
-            else f"the prompt has {prompt_length} tokens; the whole KV pool holds {pool_length - 1}"
+            f"{width} sequences with a prompt of {prompt_length} tokens don't fit the KV pool: "
+            f"ask for at most {widest}"
         )
-        raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, message, "spec.prompt")
+        raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, message, _width_field(submit))
     if not submit.max_tokens:
         return min(limits.max_model_len, pool_length)
     max_length = prompt_length + submit.max_tokens
@@ -172,6 +176,27 @@ def _max_length(submit: Submit, limits: Limits, width: int) -> int:
             )
             raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, message, "spec.stop.max_tokens")
     return max_length
+
+
+def _pool_length(prompt_length: int, width: int, limits: Limits) -> int:
+    """Tokens that each of `width` sequences of this prompt can have in the whole pool, prompt included."""
+    shared = prompt_length // limits.block_size if width > 1 else 0
+    if limits.num_blocks < shared:
+        return 0
+    return (shared + (limits.num_blocks - shared) // width) * limits.block_size + 1
+
+
+def _widest(prompt_length: int, output_length: int, width: int, limits: Limits) -> int:
+    """The most sequences, fewer than `width`, that fit the pool with outputs of this length; 0 if not one."""
+    length = prompt_length + output_length
+    fitting = (
+        fewer for fewer in range(width - 1, 0, -1) if length <= _pool_length(prompt_length, fewer, limits)
+    )
+    return next(fitting, 0)
+
+
+def _width_field(submit: Submit) -> str:
+    return "spec.beam_search.beam_width" if submit.beam_search.beam_width > submit.n else "spec.n"
 
 
 def _check_vocabulary(token_ids: Iterable[int], limits: Limits, field: str) -> None:
