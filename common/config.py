@@ -38,10 +38,15 @@ class Bounds:
         if self.unit:
             parts.append(f"Unit: {self.unit}.")
         if self.minimum is not None and self.maximum is not None:
-            parts.append(f"From {self.minimum:g} to {self.maximum:g}.")
+            parts.append(f"From {_number(self.minimum)} to {_number(self.maximum)}.")
         elif self.minimum is not None:
-            parts.append(f"At least {self.minimum:g}.")
+            parts.append(f"At least {_number(self.minimum)}.")
         return " ".join(parts).replace("%", "%%")
+
+
+def _number(value: float | None) -> str:
+    """A limit, exactly, and without a fraction of zero."""
+    return str(value).removesuffix(".0")
 
 
 def option(
@@ -185,7 +190,7 @@ def _convert(cls: type[Any], name: str, raw: Any, source: str, bounds: Bounds) -
         too_high = bounds.maximum is not None and not value <= bounds.maximum
         if too_low or too_high:
             unit = f" {bounds.unit}" if bounds.unit else ""
-            limit = f"at least {bounds.minimum:g}" if too_low else f"at most {bounds.maximum:g}"
+            limit = f"at least {_number(bounds.minimum)}" if too_low else f"at most {_number(bounds.maximum)}"
             raise ConfigError(f"{source}: {raw} must be {limit}{unit}")
     return value
 

@@ -18,6 +18,7 @@ class Example:
     limit: int | None = option("Its limit", default=None, minimum=1)
     mode: str = option("Its mode", default="auto", choices=("auto", "cpu"))
     peers: tuple[str, ...] = option("Its peers", default=())
+    capacity: int | None = option("Its capacity", default=None, unit="bytes", minimum=1, maximum=2**46)
     quick: bool = option("Whether it is quick", default=False)
 
 
@@ -71,6 +72,7 @@ def test_types_are_converted() -> None:
         (["--size", "9"], "--size: 9 must be at most 8 tokens"),
         (["--size", "0"], "--size: 0 must be at least 1 tokens"),
         (["--size", "4.5"], "--size: '4.5' is not a whole number"),
+        (["--capacity", str(2**46 + 1)], "--capacity: 70368744177665 must be at most 70368744177664 bytes"),
         (["--share", "much"], "--share: 'much' is not a number"),
         (["--share", "nan"], "--share: nan must be at least 0"),
         (["--mode", "gpu"], "--mode: 'gpu' is not one of auto, cpu"),
@@ -139,4 +141,6 @@ def test_help_tells_default_unit_and_bounds(capsys: pytest.CaptureFixture[str]) 
 
     text = " ".join(capsys.readouterr().out.split())
     assert "Its size. Unit: tokens. From 1 to 8. Default: 4." in text
+    assert "Its capacity. Unit: bytes. From 1 to 70368744177664." in text
+    assert "Its share. At least 0. Default: 0.5." in text
     assert "Each option also as PAGODA_EXAMPLE_<NAME>" in text
