@@ -12,11 +12,14 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import yaml
 
 T = TypeVar("T")
+
+# Of the one YAML file that all processes share.
+SECTIONS: Final = ("launcher", "chat", "router", "scheduler", "shard")
 
 
 class ConfigError(ValueError):
@@ -126,14 +129,37 @@ def _default(value: object) -> str:
     return f"Default: {','.join(map(str, value)) if isinstance(value, tuple) else value}."
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping, where the safe loader silently takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            name = key.value.replace("-", "_")
+            if name in seen:
+                line = key.start_mark.line + 1
+                raise ConfigError(f"'{key.value}' stands there twice, the second time on line {line}")
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
 def _yaml_section(path: Path, service: str, cls: type[Any]) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(path.read_text())
+        document = yaml.load(path.read_text(), _Loader)  # noqa: S506
+    except ConfigError as error:
+        raise ConfigError(f"--config {path}: {error}") from error
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: not YAML: {error}") from error
-    section = (document or {}).get(service, {}) if isinstance(document or {}, dict) else None
+    sections = {} if document is None else document
+    if isinstance(sections, dict) and (
+        strange := [key for key in sections if key not in (*SECTIONS, service)]
+    ):
+        raise ConfigError(f"--config {path}: unknown section '{strange[0]}'; there are {', '.join(SECTIONS)}")
+    section = sections.get(service, {}) if isinstance(sections, dict) else None
     if not isinstance(section, dict):
         raise ConfigError(f"--config {path}: '{service}' must be a mapping of option names to values")
     names = {field.name for field in dataclasses.fields(cls)}

@@ -36,7 +36,7 @@ def read(*flags: str, **environ: str) -> Example:
 @pytest.fixture
 def yaml_file(tmp_path: Path) -> Path:
     path = tmp_path / "pagoda.yaml"
-    path.write_text("example:\n  size: 2\n  peers: [a, b]\n  quick: true\nother:\n  unknown: 1\n")
+    path.write_text("example:\n  size: 2\n  peers: [a, b]\n  quick: true\nrouter:\n  unknown: 1\n")
     return path
 
 
@@ -99,6 +99,18 @@ def test_a_wrong_flag_ends_the_process_with_one_line(
         ("example: [size]", "'example' must be a mapping"),
         ("- example", "'example' must be a mapping"),
         ("example: {", "not YAML"),
+        ("[]", "'example' must be a mapping"),
+        ("0", "'example' must be a mapping"),
+        ("exmaple: {size: 2}", "unknown section 'exmaple'; there are launcher, chat, router"),
+        (
+            "example: {size: 2}\nexample: {quick: true}",
+            "'example' stands there twice, the second time on line 2",
+        ),
+        ("example:\n  size: 2\n  size: 3", "'size' stands there twice, the second time on line 3"),
+        ("example: {my-size: 2, my_size: 3}", "'my_size' stands there twice"),
+        ("example: {my_size: 2, my-size: 3}", "'my-size' stands there twice"),
+        ("example: {[size]: 2}", "not YAML"),
+        ("router: {size: 2, size: 3}", "'size' stands there twice"),
     ],
 )
 def test_a_wrong_file_is_named(
