@@ -11,5 +11,6 @@ def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_root() == tmp_path / "pagoda"
 
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert cache_root() == Path.home() / ".cache" / "pagoda"
+    for ignored in ("", "cache", "./cache"):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert cache_root() == Path.home() / ".cache" / "pagoda"
