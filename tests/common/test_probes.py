@@ -8,7 +8,7 @@ import pytest
 from common.probes import Probes, serve_probes
 from common.rpc import AddressError
 
-Get = Callable[[str], tuple[int, str]]
+Get = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
@@ -20,9 +20,9 @@ def probes() -> Probes:
 def get(probes: Probes) -> Get:
     port = serve_probes("127.0.0.1:0", probes)
 
-    def get(path: str) -> tuple[int, str]:
+    def get(path: str, method: str = "GET") -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        connection.request("GET", path)
+        connection.request(method, path)
         response = connection.getresponse()
         return response.status, response.read().decode()
 
@@ -56,6 +56,12 @@ def test_metrics_are_prometheus_text(get: Get) -> None:
 
 def test_other_paths_say_what_there_is(get: Get) -> None:
     assert get("/") == (404, "try /metrics, /startupz, /livez or /readyz\n")
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/livez", "/"])
+def test_nothing_can_be_posted(get: Get, path: str) -> None:
+    assert get(path, "POST") == (405, "")
+    assert get(path, "HEAD")[0] == get(path)[0]
 
 
 def test_a_port_in_use_is_refused(probes: Probes) -> None:
