@@ -23,6 +23,7 @@ def main(arguments: list[str]) -> int:
     if command not in ("serve", "chat"):
         print(f"python -m launcher: {command!r} is no command; there are: serve, chat", file=sys.stderr)
         return 2
+    _open_standard_streams()
     # Pipes and log collectors should see each line, and a streamed word, when it is there.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
@@ -40,9 +41,25 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read the output has gone; Python must not try to flush into it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    finally:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            # Whoever read the output has gone; Python must not try to flush into it again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _open_standard_streams() -> None:
+    """Makes closed ones the null device; else a socket would get their numbers, and what is printed."""
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 if __name__ == "__main__":

@@ -75,7 +75,11 @@ class Chat:
         return 0 if self._answer(prompt) else 130
 
     def converse(self) -> int:
-        """Answers line by line until Ctrl-C at the prompt, or the end of input."""
+        """Answers line by line until Ctrl-C at the prompt, or the end of input.
+
+        Returns 1 if a question had no answer and nobody sat there to see why.
+        """
+        status = 0
         self._note(
             f"{self._model.name}, {self._model.max_model_len} tokens of context. /help says what to type."
         )
@@ -95,7 +99,8 @@ class Chat:
                         self._answer(prompt)
                     except ChatError as error:
                         self._note(str(error))
-        return 0
+                        status = 1
+        return 0 if sys.stdin.isatty() else status
 
     def _lines(self) -> Iterator[str]:
         sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]

@@ -1,6 +1,7 @@
 """The terminal client against a server that answers with what it was asked."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -106,8 +107,23 @@ def test_old_messages_are_forgotten_aloud(address: str) -> None:
 def test_a_refusal_is_one_line_and_the_conversation_goes_on(address: str) -> None:
     result = chat("--address", address, stdin="busy\na\n")
 
+    assert result.returncode == 1
     assert "the server is busy; ask again in a moment (64 requests wait already)" in result.stderr
     assert result.stdout.startswith("1: [31ma\n")
+
+
+def test_closed_standard_streams_are_the_null_device(address: str) -> None:
+    command = [sys.executable, "-m", "launcher", "chat", "--address", address]
+    script = shlex.join(command)
+
+    for closing in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
+        result = subprocess.run(
+            ["bash", "-c", f"{script} {closing}"], cwd=ROOT, input="a\n", capture_output=True, text=True
+        )
+
+        assert result.returncode == 0, result.stderr
+        assert "Traceback" not in result.stderr
+        assert ("1: " in result.stdout) == (closing == "2>&-")
 
 
 def test_no_server_names_the_address_and_what_to_do() -> None:
