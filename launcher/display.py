@@ -1,4 +1,7 @@
-"""Start-up as a person sees it: bars on a terminal, plain lines elsewhere."""
+"""Start-up as a person sees it: bars on a terminal, plain lines elsewhere, nothing once nobody reads."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
@@ -28,10 +31,13 @@ class Display:
     def report(self, name: str, state: str, ratio: float | None = None) -> None:
         """`name` is in `state`, and `ratio` (0 to 1) of the way through it if that is known."""
         if self._console.is_terminal:
-            if name not in self._tasks:
-                self._tasks[name] = self._progress.add_task("", total=None, name=name)
-            total = None if ratio is None else 1.0
-            self._progress.update(self._tasks[name], description=state, total=total, completed=ratio or 0.0)
+            with self._unless_nobody_reads():
+                if name not in self._tasks:
+                    self._tasks[name] = self._progress.add_task("", total=None, name=name)
+                total = None if ratio is None else 1.0
+                self._progress.update(
+                    self._tasks[name], description=state, total=total, completed=ratio or 0.0
+                )
             return
         line = f"{name}: {state}"
         if ratio is not None and ratio < 1:
@@ -42,8 +48,18 @@ class Display:
 
     def say(self, line: str) -> None:
         """Prints a line that stays, above the bars if there are any."""
-        self._console.print(line, markup=False)
+        with self._unless_nobody_reads():
+            self._console.print(line, markup=False)
 
     def close(self) -> None:
         """Takes the bars away; `say` goes on working."""
-        self._progress.stop()
+        with self._unless_nobody_reads():
+            self._progress.stop()
+
+    @contextmanager
+    def _unless_nobody_reads(self) -> Iterator[None]:
+        """A terminal that was closed, or a pipe whose reader ended, must not end what is served."""
+        try:
+            yield
+        except (OSError, SystemExit):  # the second is what rich makes of a broken pipe
+            self._console.quiet = True

@@ -21,12 +21,17 @@ STOP_AFTER_FAILURE_S = 5.0
 
 
 class StopSignals:
-    """SIGINT and SIGTERM of the loop: the first asks for an orderly end, the second ends all at once."""
+    """SIGINT, SIGTERM and SIGHUP of the loop: the first asks for an orderly end, the second ends all at once.
+
+    A terminal that closes sends SIGHUP. Where it was ignored from the start, as `nohup` does, it still is.
+    """
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             asyncio.get_running_loop().add_signal_handler(number, self._count)
 
     def _count(self) -> None:

@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,11 +12,12 @@ import grpc
 import psutil
 import pytest
 
+from launcher.preflight import claim_addresses
 from pagoda.v1 import inference_pb2 as pb
 from pagoda.v1.inference_pb2_grpc import InferenceServiceStub
 from pagoda.v1.sampling_pb2 import SamplingParams
 from tests.e2e.client import Answer, spec, status
-from tests.e2e.stack import Stack, launched, until
+from tests.e2e.stack import PROCESSES, ROOT, Stack, launched, until
 
 pytestmark = pytest.mark.e2e
 
@@ -32,7 +35,7 @@ def ended(processes: list[psutil.Process]) -> bool:
     return not any(process.is_running() and process.status() != "zombie" for process in processes)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_no_process_outlives_the_launcher(tiny: Stack, how: signal.Signals) -> None:
     children = list(tiny.children().values())
     assert len(children) == 3
@@ -80,6 +83,36 @@ def test_sigterm_lets_running_requests_end_and_refuses_new_ones(tiny: Stack) -> 
         until(lambda: refused(probe))
         assert len(answer.finish().token_ids) == LONG
     assert tiny.process.wait(30) == 0
+
+
+def test_a_closed_terminal_lets_running_requests_end(tiny_model_folder: Path) -> None:
+    addresses = claim_addresses(dict.fromkeys(("listen", *PROCESSES), "127.0.0.1:0"))
+    flags = [f"--{one}-metrics-address={addresses[one]}" for one in PROCESSES]
+    terminal, theirs = os.openpty()
+    command = [sys.executable, "-m", "launcher", "serve", f"--model={tiny_model_folder}", *flags]
+    launcher = subprocess.Popen(
+        [*command, f"--listen-address={addresses['listen']}"],
+        cwd=ROOT,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        # The first terminal that a session's leader opens is the one whose end it is told of.
+        preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),
+    )
+    os.close(theirs)
+    shown = b""
+    while b"Ctrl-C stops it" not in shown:
+        shown += os.read(terminal, 4096)
+    children = psutil.Process(launcher.pid).children()
+    with grpc.insecure_channel(addresses["listen"]) as channel:
+        answer = Answer(InferenceServiceStub(channel), spec(max_tokens=LONG, ignore_eos=True)).read(10)
+
+        os.close(terminal)
+
+        assert len(answer.finish().token_ids) == LONG
+    assert launcher.wait(30) == 0
+    until(lambda: ended(children))
 
 
 def refused(stub: InferenceServiceStub) -> bool:

@@ -1,7 +1,9 @@
 """Without a terminal, start-up is a few plain lines."""
 
+import errno
 import io
 
+import pytest
 from rich.console import Console
 
 from launcher.display import Display
@@ -26,3 +28,34 @@ def test_a_line_is_printed_for_each_state_and_quarter() -> None:
         "shard: loading",
         "shard ended [exit status 1]",
     ]
+
+
+class Output(io.StringIO):
+    """Standard output that nobody reads once `error` is set."""
+
+    error = 0
+
+    def write(self, text: str) -> int:
+        if self.error:
+            raise OSError(self.error, "gone")
+        return super().write(text)
+
+
+# A closed terminal, and a pipe whose reader ended.
+@pytest.mark.parametrize(("error", "terminal"), [(errno.EIO, True), (errno.EPIPE, False)])
+def test_a_reader_that_goes_ends_nothing(error: int, terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What rich does to the real standard output when a pipe breaks.
+    monkeypatch.setattr("os.dup2", lambda *_: None)
+    out = Output()
+    display = Display(Console(file=out, force_terminal=terminal))
+    display.report("model", "loading", 0.5)
+    before = out.getvalue()
+
+    out.error = error
+    display.report("shard", "loading", 0.5)
+    display.say("a line")
+    display.close()
+    out.error = 0
+    display.say("another")
+
+    assert out.getvalue() == before

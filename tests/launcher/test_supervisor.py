@@ -105,6 +105,28 @@ async def test_children_stop_in_order_each_after_the_one_before(events: Events, 
     assert await read(events, 3) == [f"stopped {name}" for name in names]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_each_signal_that_asks_for_an_end_lets_children_end(
+    number: signal.Signals, events: Events, stop: StopSignals
+) -> None:
+    _, run = running([], stop, polite("router", events[0]))
+    await read(events, 1)
+
+    os.kill(os.getpid(), number)
+
+    assert await run == 0
+    assert await read(events, 1) == ["stopped router"]
+
+
+async def test_an_ignored_hangup_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        StopSignals()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 async def test_a_child_that_does_not_stop_in_time_is_killed(events: Events, stop: StopSignals) -> None:
     lines: list[str] = []
     _, run = running(lines, stop, stubborn("router", events[0], stop_within_s=0.1))
