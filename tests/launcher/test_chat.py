@@ -118,7 +118,12 @@ def test_closed_standard_streams_are_the_null_device(address: str) -> None:
 
     for closing in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
         result = subprocess.run(
-            ["bash", "-c", f"{script} {closing}"], cwd=ROOT, input="a\n", capture_output=True, text=True
+            ["bash", "-c", f"{script} {closing}"],
+            cwd=ROOT,
+            input="a\n",
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
 
         assert result.returncode == 0, result.stderr
