@@ -1,22 +1,24 @@
-"""What the benchmarks against others share on the command line: flags, one-line errors, Ctrl-C."""
+"""What the benchmarks share on the command line: flags, one-line errors, Ctrl-C."""
 
 import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from benchmarks.results import FOLDER, Results
+from scheduler.admission import RefusedError
 
 
 class BenchmarkError(Exception):
     """The benchmark can't run here; the message is one line that says what to do."""
 
 
-class Parser(argparse.ArgumentParser):
+class BareParser(argparse.ArgumentParser):
     """Says what is wrong with a flag in one line."""
 
     def __init__(self, name: str, description: str | None) -> None:
@@ -27,6 +29,17 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self.name = name
+
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+class Parser(BareParser):
+    """With the flags of every benchmark against others."""
+
+    def __init__(self, name: str, description: str | None) -> None:
+        super().__init__(name, description)
         add = self.add_argument
         add(
             "--quick",
@@ -42,10 +55,6 @@ class Parser(argparse.ArgumentParser):
             metavar="FOLDER",
             help=f"keep the lines there; without a value in benchmarks/{FOLDER.name}",
         )
-
-    def error(self, message: str) -> NoReturn:
-        """One line, without the usage."""
-        self.exit(2, f"{self.prog}: {message}\n")
 
     def add_model(self) -> None:
         """Which model, where and in which type."""
@@ -84,6 +93,28 @@ def positive_float(text: str) -> float:
     return float(text)
 
 
+def count(text: str) -> int:
+    """Of a flag: 0 or more."""
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, not {text}")
+    return int(text)
+
+
+@contextmanager
+def failing_in_one_line(prog: str) -> Iterator[None]:
+    """Ends the process in one line where it can't go on, and on Ctrl-C."""
+    try:
+        yield
+    except (BenchmarkError, RefusedError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            os._exit(1)
+        print(f"{prog}: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print(f"{prog}: stopped", file=sys.stderr)
+        sys.exit(130)
+
+
 def execute(parser: Parser, arguments: Sequence[str] | None, body: Callable[[Any, Results], None]) -> None:
     """Parses, runs `body` and ends the process in one line where it can't; contenders end with it."""
     options = parser.parse_args(arguments)
@@ -91,16 +122,9 @@ def execute(parser: Parser, arguments: Sequence[str] | None, body: Callable[[Any
     results = Results(parser.name, options.output, vars(options))
     complete = False
     try:
-        body(options, results)
-        complete = True
-    except BenchmarkError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print(f"{parser.prog}: stopped", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        os._exit(1)
+        with failing_in_one_line(parser.prog):
+            body(options, results)
+            complete = True
     finally:
         signal.signal(signal.SIGTERM, previous)
         results.close(complete)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Final
 
+from benchmarks.command import BareParser, failing_in_one_line, positive_int
 from benchmarks.cost_model import CostModel
 from benchmarks.paged import PagedServer
 from benchmarks.traces import ALPACA_LIKE, SHAREGPT_LIKE, Lengths, Trace, at_once, chat
@@ -61,17 +62,16 @@ def measure(name: str, lengths: tuple[Lengths, Lengths], options: argparse.Names
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one JSON line per trace."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--requests", type=int, default=8000, help="of each trace")
-    parser.add_argument("--num-blocks", type=int, default=981, help="device blocks")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens")
-    parser.add_argument("--max-num-seqs", type=int, default=512, help="sequences")
+    parser = BareParser("kv_waste", __doc__)
+    parser.add_argument("--requests", type=positive_int, default=8000, help="of each trace")
+    parser.add_argument("--num-blocks", type=positive_int, default=981, help="device blocks")
+    parser.add_argument("--block-size", type=positive_int, default=16, help="tokens")
+    parser.add_argument("--max-num-seqs", type=positive_int, default=512, help="sequences")
     parser.add_argument("--seed", type=int, default=0, help="of the trace")
     options = parser.parse_args(arguments)
-    for name, lengths in WORKLOADS.items():
-        print(json.dumps(measure(name, lengths, options)), flush=True)
+    with failing_in_one_line(parser.prog):
+        for name, lengths in WORKLOADS.items():
+            print(json.dumps(measure(name, lengths, options)), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ All of it is one thread that never waits, and is measured in its processor time,
 machine matters little. Garbage collection is as the scheduler process sets it.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -18,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import grpc
 
+from benchmarks.command import BareParser, failing_in_one_line, positive_int
 from benchmarks.instant_shard import VOCAB_SIZE, InstantShard
 from common.lifecycle import calm_garbage_collector
 from common.probes import Probes
@@ -126,13 +126,15 @@ def _summary(samples: Sequence[tuple[float, ...]]) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one JSON line per number of running sequences."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--running", type=int, nargs="+", default=[64, 256, 1024], help="sequences")
-    parser.add_argument("--steps", type=int, default=300, help="decode steps measured, each time")
+    parser = BareParser("scheduler", __doc__)
+    parser.add_argument("--running", type=positive_int, nargs="+", default=[64, 256, 1024], help="sequences")
+    parser.add_argument("--steps", type=positive_int, default=300, help="decode steps measured, each time")
     options = parser.parse_args(arguments)
     calm_garbage_collector()
-    for running in options.running:
-        print(json.dumps({"running": running, **asyncio.run(measure(running, options.steps))}), flush=True)
+    with failing_in_one_line(parser.prog):
+        for running in options.running:
+            line = {"running": running, **asyncio.run(measure(running, options.steps))}
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

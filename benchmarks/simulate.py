@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import BareParser, count, failing_in_one_line, positive_float, positive_int
 from benchmarks.cost_model import CostModel
 from benchmarks.plot import plot_latency
 from benchmarks.sustainable import BASELINES, CACHING, PAGED, Machine, Point, Search
@@ -27,31 +28,49 @@ DEFAULT_TRACE = "sharegpt-like"
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Flags; the defaults are OPT-13B on an A100 of 40 GB, as the paper has it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = BareParser("simulate", __doc__)
     cost = CostModel()
     add = parser.add_argument
     add("trace", choices=TRACES, default=DEFAULT_TRACE, nargs="?", help="what is asked")
-    add("--requests", type=int, default=100_000, help="requests of the long run; 0: none")
-    add("--rate", type=float, help="requests per second of the long run")
-    add("--sweep-requests", type=int, default=2_000, help="requests of each run of the comparison")
-    add("--latency-bound", type=float, default=0.1, help="mean normalised latency, s per output token")
+    add("--requests", type=count, default=100_000, help="requests of the long run; 0: none")
+    add("--rate", type=positive_float, help="requests per second of the long run")
+    add("--sweep-requests", type=positive_int, default=2_000, help="requests of each run of the comparison")
+    add(
+        "--latency-bound",
+        type=positive_float,
+        default=0.1,
+        help="mean normalised latency, s per output token",
+    )
     add("--seed", type=int, default=0, help="of the trace")
-    add("--num-blocks", type=int, default=981, help="device blocks; 981 of 16 tokens at 800 KB are 12 GB")
-    add("--num-host-blocks", type=int, default=0, help="host blocks, for swapping")
-    add("--block-size", type=int, default=16, help="tokens")
-    add("--max-num-seqs", type=int, default=256, help="sequences")
-    add("--max-num-batched-tokens", type=int, default=4096, help="tokens of one step")
-    add("--max-model-len", type=int, default=2048, help="tokens, and what a reservation of the most takes")
+    add(
+        "--num-blocks",
+        type=positive_int,
+        default=981,
+        help="device blocks; 981 of 16 tokens at 800 KB are 12 GB",
+    )
+    add("--num-host-blocks", type=count, default=0, help="host blocks, for swapping")
+    add("--block-size", type=positive_int, default=16, help="tokens")
+    add("--max-num-seqs", type=positive_int, default=256, help="sequences")
+    add("--max-num-batched-tokens", type=positive_int, default=4096, help="tokens of one step")
+    add(
+        "--max-model-len",
+        type=positive_int,
+        default=2048,
+        help="tokens, and what a reservation of the most takes",
+    )
     add("--preemption-mode", choices=("auto", "recompute", "swap"), default="auto", help="how")
     add("--prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="in the long run")
-    add("--fixed-s", type=float, default=cost.fixed_s, help="seconds per step")
-    add("--per-token-s", type=float, default=cost.per_token_s, help="seconds per token computed")
-    add("--per-kv-token-s", type=float, default=cost.per_kv_token_s, help="seconds per token of K and V read")
+    add("--fixed-s", type=positive_float, default=cost.fixed_s, help="seconds per step")
+    add("--per-token-s", type=positive_float, default=cost.per_token_s, help="seconds per token computed")
+    add(
+        "--per-kv-token-s",
+        type=positive_float,
+        default=cost.per_kv_token_s,
+        help="seconds per token of K and V read",
+    )
     add(
         "--per-swapped-token-s",
-        type=float,
+        type=positive_float,
         default=cost.per_swapped_token_s,
         help="seconds per token swapped",
     )
@@ -143,6 +162,12 @@ def compare(search: Search, machine: Machine, output: Output) -> dict[str, Point
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the lines, and keeps them with `--results`."""
     options = parse(arguments)
+    with failing_in_one_line("python -m benchmarks.simulate"):
+        run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    """The comparison, the long run, and with `--results` the curves."""
     stem = "simulate" if options.trace == DEFAULT_TRACE else f"simulate-{options.trace}"
     path = options.results / stem if options.results else None
     output = Output(path.with_suffix(".jsonl") if path else None)

@@ -1,7 +1,8 @@
 """Decoder layers and linear maps on packed weights, run by the compiled library."""
 
 import ctypes
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -70,13 +71,14 @@ class PackedDecoder:
             eps=shape.rms_norm_eps,
             scale=shape.head_dim**-0.5,
         )
-        self._caches: Sequence[KVCache] = ()
+        # Weakly: the caches are their owner's to free.
+        self._bound: Callable[[], Tensor | None] = lambda: None
 
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, kv_caches: Sequence[KVCache]
     ) -> Tensor:
         """See `ComposedDecoder.forward`. Writes the result over `hidden`."""
-        if kv_caches is not self._caches:
+        if kv_caches[0][0] is not self._bound():
             self._bind(kv_caches)
         num_tokens = len(batch.slot_mapping)
         _check(
@@ -109,7 +111,7 @@ class PackedDecoder:
                 fits = cache.dtype == self._dtype and cache.shape[2:] == self._kv_heads
                 _check(fits and cache.is_contiguous(), name, cache)
                 setattr(layer, name, cache.data_ptr())
-        self._caches = kv_caches
+        self._bound = weakref.ref(kv_caches[0][0])
 
 
 def _packed(native: ctypes.CDLL, layer: LayerWeights) -> tuple[dict[str, Tensor], library.Layer]:

@@ -12,6 +12,7 @@ namespace {
 
 // Rows that share one pass over a panel, a multiple of each kTileRows; their sums stay in the L1 cache.
 constexpr int kRowBlock = 96;
+
 // sums[rows][kPanel] (+)= a[rows][depth] @ panel. `lda` counts elements, `depth` is a multiple of kPack.
 // `ahead`, if any, is as large as the panel and fetched meanwhile.
 template <int kRows, typename T>

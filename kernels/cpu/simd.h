@@ -126,6 +126,7 @@ inline Words interleave(Floats low, Floats high) {
 #endif
 }
 
+// The second one, should one be a NaN.
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
 // Folds the upper half of `x` onto the lower, until one lane holds them all.
@@ -149,10 +150,10 @@ inline float largest(Floats x) {
   return reduce(x, [](Floats a, Floats b) { return max(a, b); });
 }
 
-// e^x for x <= 88 to about 1e-7 of its value; below -87, and for -inf, 0.
+// e^x for x <= 88 to about 1e-7 of its value; below -87, and for -inf, 0; of a NaN, a NaN.
 // 2^n times the Taylor polynomial on the rest, which is at most ln 2 / 2.
 [[gnu::always_inline]] inline Floats exp(Floats x) {
-  Floats clamped = max(x, splat(-87.0f));
+  Floats clamped = max(splat(-87.0f), x);
   Ints n = __builtin_convertvector(clamped * 1.44269504f + (clamped < 0 ? splat(-0.5f) : splat(0.5f)), Ints);
   Floats whole = __builtin_convertvector(n, Floats);
   Floats r = clamped - whole * 0.693145752f - whole * 1.42860677e-6f;

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +75,47 @@ def test_results_are_kept(tmp_path: Path, capsys: Capture) -> None:
     assert {"date", "hardware", "seed", "fixed_s"} <= set(settings)
     assert kept[:6] == lines(capsys)
     assert (tmp_path / "simulate.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("main", "flags", "said"),
+    [
+        (scheduler.main, ["--running", "0"], "--running: must be at least 1, not 0"),
+        (scheduler.main, ["--steps", "0"], "--steps: must be at least 1, not 0"),
+        (kv_waste.main, ["--requests", "-5"], "--requests: must be at least 1, not -5"),
+        (kv_waste.main, ["--block-size", "0"], "--block-size: must be at least 1, not 0"),
+        (simulate.main, ["--rate", "nan"], "--rate: must be more than 0, not nan"),
+        (simulate.main, ["--rate", "0"], "--rate: must be more than 0, not 0"),
+        (simulate.main, ["--latency-bound", "0"], "--latency-bound: must be more than 0, not 0"),
+        (simulate.main, ["--requests", "-1"], "--requests: must be at least 0, not -1"),
+        (simulate.main, ["--sweep-requests", "0"], "--sweep-requests: must be at least 1, not 0"),
+    ],
+)
+def test_a_bad_flag_is_named(
+    main: Callable[[list[str]], None], flags: list[str], said: str, capsys: Capture
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("main", "flags"),
+    [
+        (kv_waste.main, ["--requests=20", "--num-blocks=1"]),
+        (simulate.main, ["--requests=0", "--sweep-requests=5", "--num-blocks=1"]),
+        (simulate.main, ["--requests=0", "--sweep-requests=5", "--results=/proc/nowhere"]),
+    ],
+)
+def test_what_cannot_run_says_why_in_one_line(
+    main: Callable[[list[str]], None], flags: list[str], capsys: Capture
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,6 +1,7 @@
 """The C++ decoder layers, for each instruction set that this CPU has, against `ComposedDecoder`."""
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -281,6 +282,39 @@ def test_layers_with_quantised_matrices_give_the_bits_of_dense_ones(native: ctyp
     expected = first.run(PackedDecoder(native, shape, [replace(plain, **dense)]))
 
     assert torch.equal(second.run(PackedDecoder(native, shape, [replace(plain, **matrices)])), expected)
+
+
+@pytest.mark.parametrize("what", ["hidden", "key", "value"])
+def test_what_is_not_a_number_stays_so(native: ctypes.CDLL, what: str) -> None:
+    """Or the logits would look sound."""
+    case = Case(SMALL, [1], [40], windows=(None,))
+    generator = torch.Generator().manual_seed(2)
+    decoder = PackedDecoder(native, SMALL, make_layers(case, torch.float32, generator))
+    inputs = Inputs.build(case, torch.float32, generator)
+    block = inputs.batch.block_tables[0, 1]
+    spoilt = {
+        "hidden": inputs.hidden,
+        "key": inputs.caches[0][0][block, 3],
+        "value": inputs.caches[0][1][block, 3],
+    }
+    spoilt[what][0, 0] = torch.nan
+
+    assert inputs.run(decoder).isnan().any()
+
+
+def test_caches_are_not_kept_from_being_freed(native: ctypes.CDLL) -> None:
+    case = Case(SMALL, [1], [1])
+    generator = torch.Generator().manual_seed(2)
+    decoder = PackedDecoder(native, SMALL, make_layers(case, torch.float32, generator))
+    inputs = Inputs.build(case, torch.float32, generator)
+    other = inputs.copy(torch.float32)
+    expected = inputs.run(decoder)
+    held = weakref.ref(inputs.caches[0][0])
+
+    del inputs
+
+    assert held() is None
+    assert torch.equal(other.run(decoder), expected)
 
 
 def test_what_does_not_fit_is_refused(native: ctypes.CDLL) -> None:

@@ -5,10 +5,8 @@ from random import Random
 
 import pytest
 
-from scheduler.beam_search import BeamSearch
-
-
 from pagoda.v1.inference_pb2 import PriorOutput
+from scheduler.beam_search import BeamSearch
 from scheduler.block_pool import BlockPool
 from scheduler.invariants import check
 from scheduler.request import State
