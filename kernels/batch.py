@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +32,7 @@ class AttentionBatch:
     query_lens: tuple[int, ...]
     """Tokens computed in this step, per sequence."""
     host_seq_lens: tuple[int, ...]
-    """`seq_lens` on the host."""
+    """`seq_lens` on the host, or in a step that is captured once for all lengths their upper bounds."""
 
     @classmethod
     def build(
@@ -39,25 +40,62 @@ class AttentionBatch:
     ) -> "AttentionBatch":
         """Derives the flat layout from block tables (`[num_seqs, max_blocks]` int32) and lengths in tokens.
 
-        Everything lands on the device of `block_tables`. The caller vouches for `query_lens[i]` at most
-        `seq_lens[i]` and for tables that cover `seq_lens`.
+        Everything lands on the device of `block_tables`, in one copy that isn't waited for. The caller
+        vouches for `query_lens[i]` at most `seq_lens[i]` and for tables that cover `seq_lens`.
         """
-        queries = torch.tensor(query_lens, dtype=torch.int64)
-        lens = torch.tensor(seq_lens, dtype=torch.int64)
-        ends = queries.cumsum(0)
-        sequence = torch.repeat_interleave(queries)
-        positions = torch.arange(len(sequence)) + (lens - ends)[sequence]
-
-        device = block_tables.device
-        positions, sequence = positions.to(device), sequence.to(device)
-        blocks = block_tables[sequence, positions // block_size].long()
+        queries, lens = np.array(query_lens, dtype=np.int64), np.array(seq_lens, dtype=np.int64)
+        starts = np.zeros(len(queries) + 1, dtype=np.int64)
+        np.cumsum(queries, out=starts[1:])
+        owners = np.arange(len(queries)).repeat(queries)
+        positions = np.arange(len(owners)) + (lens - starts[1:])[owners]
+        on_device = _to_device((positions, owners, starts, lens), block_tables.device)
+        positions_there, owners_there, starts_there, lens_there = on_device
+        logical = torch.div(positions_there, block_size, rounding_mode="floor")
         return cls(
-            positions=positions,
-            owners=sequence,
-            slot_mapping=blocks * block_size + positions % block_size,
+            positions=positions_there,
+            owners=owners_there,
+            slot_mapping=_slots(block_tables[owners_there, logical], positions_there, logical, block_size),
             block_tables=block_tables,
-            query_start=torch.cat((ends.new_zeros(1), ends)).to(device, torch.int32),
-            seq_lens=lens.to(device, torch.int32),
+            query_start=starts_there.int(),
+            seq_lens=lens_there.int(),
             query_lens=tuple(query_lens),
             host_seq_lens=tuple(seq_lens),
         )
+
+    @classmethod
+    def of_decodes(
+        cls, block_tables: Tensor, seq_lens: Tensor, block_size: int, host_seq_lens: Sequence[int]
+    ) -> "AttentionBatch":
+        """One token of each sequence, derived on the device alone, so that a CUDA graph can hold it.
+
+        `seq_lens`: `[num_seqs]` int64, where 0 is padding: its token has position 0, and no slot.
+        `host_seq_lens` are these or, under capture, bounds above all that the graph is to be replayed with.
+        """
+        num_seqs = seq_lens.numel()
+        query_start = torch.arange(num_seqs + 1, dtype=torch.int32, device=seq_lens.device)
+        positions = (seq_lens - 1).clamp_(min=0)
+        logical = torch.div(positions, block_size, rounding_mode="floor")
+        blocks = block_tables.gather(1, logical.unsqueeze(1)).squeeze(1)
+        return cls(
+            positions=positions,
+            owners=torch.arange(num_seqs, device=seq_lens.device),
+            slot_mapping=_slots(blocks, positions, logical, block_size).masked_fill_(seq_lens == 0, -1),
+            block_tables=block_tables,
+            query_start=query_start,
+            seq_lens=seq_lens.int(),
+            query_lens=(1,) * num_seqs,
+            host_seq_lens=tuple(host_seq_lens),
+        )
+
+
+def _slots(blocks: Tensor, positions: Tensor, logical: Tensor, block_size: int) -> Tensor:
+    """Where tokens go that lie in these physical blocks: `block * block_size + position % block_size`."""
+    return positions.add(blocks.long().sub_(logical), alpha=block_size)
+
+
+def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:
+    """From pageable memory a copy to a GPU would be waited for."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    packed = torch.from_numpy(np.concatenate(arrays)).pin_memory().to(device, non_blocking=True)
+    return packed.split_with_sizes([len(array) for array in arrays])

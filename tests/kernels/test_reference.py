@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels import AttentionBatch, reference
 from tests.kernels.cases import attention_case
@@ -66,6 +67,22 @@ def test_attention_of_padding_is_zero() -> None:
     result = replace(case, batch=batch).attend(reference)
     torch.testing.assert_close(result[0].double(), case.expected[0], atol=2e-6, rtol=0)
     assert result[1].count_nonzero() == 0
+
+
+def test_decodes_are_laid_out_on_the_device_as_on_the_host() -> None:
+    tables = torch.tensor([[5, 2, 7], [3, -7, -7], [1, 6, -7]], dtype=torch.int32)
+    lens = [9, 4, 5]
+    expected = AttentionBatch.build(tables, [1, 1, 1], lens, block_size=4)
+    result = AttentionBatch.of_decodes(tables, torch.tensor(lens), 4, lens)
+    for name, value in vars(expected).items():
+        other = getattr(result, name)
+        assert value.equal(other) if isinstance(value, Tensor) else value == other, name
+
+
+def test_padding_among_decodes_has_no_slot() -> None:
+    tables = torch.tensor([[5, 2], [-7, -7]], dtype=torch.int32)
+    batch = AttentionBatch.of_decodes(tables, torch.tensor([5, 0]), 4, [5, 0])
+    assert (batch.slot_mapping.tolist(), batch.positions.tolist()) == ([8, -1], [4, 0])
 
 
 def test_a_scale_needs_an_fp8_cache() -> None:
