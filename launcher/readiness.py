@@ -11,7 +11,7 @@ Report = Callable[[str, str, float | None], None]
 """Called with a child's name, its state, and how far it is (0 to 1) if known."""
 
 POLL_S = 0.1
-LOAD_RATIO = re.compile(r"^pagoda_shard_load_ratio(?:{.*?})? (\S+)$", re.MULTILINE)
+RATIO = re.compile(r"^pagoda_shard_(load|warm_up)_ratio(?:{.*?})? (\S+)$", re.MULTILINE)
 WAITING = {
     "router": "waiting for the scheduler",
     "scheduler": "waiting for the shard",
@@ -32,17 +32,19 @@ async def _follow(name: str, address: str, report: Report) -> None:
             return
         if status is None:
             report(name, "starting", None)
-        elif name == "shard" and (ratio := await _load_ratio(address)) < 1:
-            report(name, "loading weights", ratio)
         else:
-            report(name, WAITING[name], None)
+            report(name, *(await _shard_state(address) if name == "shard" else (WAITING[name], None)))
         await asyncio.sleep(POLL_S)
 
 
-async def _load_ratio(address: str) -> float:
+async def _shard_state(address: str) -> tuple[str, float | None]:
     _, metrics = await asyncio.to_thread(_get, address, "/metrics")
-    found = LOAD_RATIO.search(metrics)
-    return float(found[1]) if found else 1.0
+    ratios = {name: float(ratio) for name, ratio in RATIO.findall(metrics)}
+    if (loaded := ratios.get("load", 1.0)) < 1:
+        return "loading weights", loaded
+    if 0 < (warm := ratios.get("warm_up", 0.0)) < 1:
+        return "warming up", warm
+    return WAITING["shard"], None
 
 
 def _get(address: str, path: str) -> tuple[int | None, str]:

@@ -1,69 +1,78 @@
-"""Executes step commands: slots, deltas, one forward pass, sampling."""
+"""Executes step commands: deltas to the device, one forward pass, sampling."""
 
+import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 import kernels
 from kernels import AttentionBatch, KVCache
-from pagoda.shard.v1.shard_pb2 import (
-    BlockCopy,
-    ConfigureRequest,
-    ExecuteRequest,
-    Fork,
-    Join,
-    Scheduled,
-)
-from pagoda.v1 import sampling_pb2
-from shard import kv_cache
+from pagoda.shard.v1.shard_pb2 import BlockCopy, ConfigureRequest, ExecuteRequest
+from shard import decode_graphs, kv_cache, metrics, warm_up
+from shard.decode_graphs import Capture, DecodeGraphs
 from shard.models import DecoderModel
-from shard.results import StepResult
+from shard.results import StepResult, Stopwatch
 from shard.rope import rotary_tables
-from shard.sampler import SampleResult, SamplingBatch, SamplingParams, sample
+from shard.sampler import SampleResult, SamplingBatch, sample
+from shard.slots import Slots, Step, StepError
+from shard.upload import Upload
 
+__all__ = ["StepError", "StepExecutor"]
 
-class StepError(ValueError):
-    """A command does not fit what the slots hold: scheduler and shard disagree, and the epoch must end."""
-
-
-@dataclass
-class Slot:
-    """What the host knows of the sequence in a slot; tokens and blocks lie on the device.
-
-    `length` counts tokens including the last sampled one, `computed` those whose K and V are written.
-    """
-
-    sampling: SamplingParams
-    output_index: int
-    num_candidates: int
-    prompt_length: int
-    length: int
-    computed: int
-    num_blocks: int = 0
+log = logging.getLogger(__name__)
+# Of rows without penalties nobody reads the tokens.
+_UNREAD: Final = torch.empty(0, dtype=torch.int32)
 
 
 class StepExecutor:
-    """Slots and KV tensor of one shard. Not thread-safe: commands run strictly in order."""
+    """Slots and KV tensor of one shard. Not thread-safe: commands run strictly in order, on one thread."""
 
-    def __init__(self, model: DecoderModel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        dtype: torch.dtype,
+        device: torch.device,
+        start_capture: Callable[[], Capture] | None = None,
+    ) -> None:
+        """`start_capture` gives each configuration what captures its decode steps, else they run eagerly.
+
+        `device` names a GPU by its index.
+        """
         self.model = model
         self._dtype = dtype
         self._device = device
+        self._start_capture = start_capture
         self._caches: list[KVCache] = []
         self._host_caches: list[KVCache] = []
-        # Device blocks, host blocks, tokens in a block.
-        self._shape = (0, 0, 0)
-        self._slots: dict[int, Slot] = {}
+        # Device blocks, host blocks, tokens in a block; then sequences, tokens of a step, and of a sequence.
+        self._pool_shape = (0, 0, 0)
+        self._step_shape = (0, 0, 0)
+        self._slots = Slots(0, 0, 0, 1, device)
+        self._upload = Upload(0, device)
+        self._graphs: DecodeGraphs | None = None
 
+    @torch.inference_mode()
     def configure(self, request: ConfigureRequest) -> bool:
-        """Empties the slots and allocates, unless the blocks at hand fit; True if they were kept."""
-        shape = (request.num_blocks, request.num_host_blocks, request.block_size)
-        kept = self._shape == shape
+        """Empties the slots and allocates, unless the blocks at hand fit; True if they were kept.
+
+        Warms up as well, unless an equal configuration did.
+        """
+        if self._device.type == "cuda":
+            # Where Triton launches. The setting is the thread's.
+            torch.cuda.set_device(self._device)
+        pool_shape = (request.num_blocks, request.num_host_blocks, request.block_size)
+        step_shape = (request.max_num_seqs, request.max_num_batched_tokens, request.max_model_len)
+        kept = self._pool_shape == pool_shape
+        if kept and self._step_shape == step_shape:
+            self._slots.clear()
+            return kept
+        # Graphs know the addresses of all that follows.
+        self._graphs, self._step_shape = None, (0, 0, 0)
         if not kept:
-            self._caches, self._host_caches, self._shape = [], [], (0, 0, 0)
+            self._caches, self._host_caches, self._pool_shape = [], [], (0, 0, 0)
             self._caches = kv_cache.allocate(
                 self.model.config, request.num_blocks, request.block_size, self._dtype, self._device
             )
@@ -75,142 +84,153 @@ class StepExecutor:
                 torch.device("cpu"),
                 pinned=self._device.type == "cuda",
             )
-            self._shape = shape
+            self._pool_shape = pool_shape
         # Dynamic RoPE scales by the served length, so that K never depends on how long a sequence became.
         self.model.cos, self.model.sin = rotary_tables(self.model.config, request.max_model_len, self._device)
-        self._max_model_len = request.max_model_len
-        max_blocks = -(-request.max_model_len // request.block_size)
-        seqs, device = request.max_num_seqs, self._device
-        self._token_ids = torch.zeros(seqs, request.max_model_len, dtype=torch.int32, device=device)
-        self._block_tables = torch.zeros(seqs, max_blocks, dtype=torch.int32, device=device)
-        self._slots = {}
+        self._slots = Slots(
+            request.max_num_seqs, request.max_model_len, request.num_blocks, request.block_size, self._device
+        )
+        # Slots, lengths, rows and places of a whole batch; tokens that join; some blocks.
+        capacity = 16 * request.max_num_seqs + 4 * request.max_num_batched_tokens
+        self._upload = Upload(capacity, self._device)
         self._warm_up(request)
+        self._step_shape = step_shape
         return kept
 
     def _warm_up(self, request: ConfigureRequest) -> None:
-        """The largest prefill, then the largest decode; nothing of it stays."""
-        params = sampling_pb2.SamplingParams(temperature=1, top_p=0.9, top_k=20, repetition_penalty=1)
-        room = min(request.num_blocks * request.block_size, request.max_model_len - 1)
-        tokens = min(request.max_num_batched_tokens, room)
-        blocks = range(-(-tokens // request.block_size))
-        join = Join(slot=0, token_ids=[0] * tokens, prompt_length=tokens, block_ids=blocks, sampling=params)
-        prefill = ExecuteRequest(joins=[join], scheduled=[Scheduled(slot=0, num_tokens=tokens)])
-        slots = range(min(request.max_num_seqs, request.num_blocks))
-        decode = ExecuteRequest(
-            leaves=[0],
-            joins=[
-                Join(slot=slot, token_ids=[0], prompt_length=1, block_ids=[slot], sampling=params)
-                for slot in slots
-            ],
-            scheduled=[Scheduled(slot=slot, num_tokens=1) for slot in slots],
-        )
-        for command in (prefill, decode):
+        """Captures, and runs a step of every kind; nothing of them stays."""
+        commands = warm_up.commands(request, self._device.type == "cuda")
+        most = min(request.max_num_seqs, request.num_blocks)
+        sizes = decode_graphs.batch_sizes(most) if self._start_capture else []
+        done, total = 0, len(sizes) + len(commands)
+        started = time.perf_counter()
+
+        def progress() -> None:
+            nonlocal done
+            done += 1
+            metrics.WARM_UP_RATIO.set(done / total)
+            if done * 10 // total > (done - 1) * 10 // total:
+                log.info("warm-up: %d of %d steps, %.1f s", done, total, time.perf_counter() - started)
+
+        if self._start_capture:
+            self._graphs = DecodeGraphs(
+                self._decode,
+                self._upload.buffer,
+                sizes,
+                self.model.config.vocab_size,
+                self._start_capture(),
+                progress,
+            )
+        for command in commands:
             self.execute(command).to_proto()
-        self._slots = {}
+            self._slots.clear()
+            progress()
 
     @torch.inference_mode()
     def execute(self, command: ExecuteRequest) -> StepResult:
-        """Runs one command. On a GPU the result may still be on its way.
+        """Runs one command. On a GPU the result may still be on its way: nothing here waits for the device.
 
         Raises:
             StepError: the command contradicts the slots.
         """
-        self._apply(command)
-        started = time.perf_counter()
-        result = StepResult(command.epoch, command.step)
-        rows: list[int] = []
-        query_lens: list[int] = []
-        seq_lens: list[int] = []
-        for scheduled in command.scheduled:
-            slot = self._advance(scheduled)
-            result.num_tokens += scheduled.num_tokens
-            query_lens.append(scheduled.num_tokens)
-            seq_lens.append(slot.computed)
-            if slot.computed == slot.length:
-                rows.append(result.num_tokens - 1)
-                result.slots.append(scheduled.slot)
-        if not {fork.source_slot for fork in command.forks} <= set(result.slots):
-            raise StepError("a slot is to be forked that does not sample in this step")
-        if not query_lens:
-            return result
-        hidden = self._forward([s.slot for s in command.scheduled], query_lens, seq_lens)
-        logits = self.model.compute_logits(hidden[rows]) if rows else None
-        computed = time.perf_counter()
-        if logits is not None:
-            logits = self._fork(command.forks, logits, result)
-            result.samples = self._sample(logits, result.slots)
-            result.num_candidates = [self._slots[slot].num_candidates for slot in result.slots]
-        result.compute_seconds = computed - started
-        result.sample_seconds = time.perf_counter() - computed
-        return result
+        slots = self._slots
+        slots.apply(command)
+        step = slots.advance(command.scheduled, command.forks)
+        watch = Stopwatch(self._device)
+        result = StepResult(command.epoch, command.step, watch, step.num_tokens, step.sampling_slots)
+        graphs = self._graphs if step.pad(self._padded_size(step)) else None
 
-    def _fork(self, forks: Sequence[Fork], logits: Tensor, result: StepResult) -> Tensor:
-        """Copies slots that are about to sample; returns the logits with a row for each copy."""
-        if not forks:
-            return logits
-        rows = list(range(len(result.slots)))
-        for fork in forks:
-            row = result.slots.index(fork.source_slot)
-            length = self._slot(fork.source_slot).length
-            for target in fork.targets:
-                self._check_free(target.slot)
-                self._token_ids[target.slot, :length] = self._token_ids[fork.source_slot, :length]
-                self._take_slot(target, length)
-                rows.append(row)
-                result.slots.append(target.slot)
-        return logits[rows]
-
-    def _advance(self, scheduled: Scheduled) -> Slot:
-        slot = self._slot(scheduled.slot)
-        slot.computed += scheduled.num_tokens
-        room = min(slot.length, slot.num_blocks * self._shape[2])
-        full = slot.computed == slot.length == self._max_model_len
-        if not scheduled.num_tokens or slot.computed > room or full:
-            raise StepError(f"slot {scheduled.slot} can't compute {scheduled.num_tokens} tokens: {slot}")
-        return slot
-
-    def _forward(self, slots: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int]) -> Tensor:
-        block_size = self._shape[2]
-        on_device = torch.tensor(slots, device=self._device)
-        used_blocks = -(-max(seq_lens) // block_size)
-        tables = self._block_tables[on_device, :used_blocks]
-        batch = AttentionBatch.build(tables, query_lens, seq_lens, block_size)
-        token_ids = self._token_ids[on_device[batch.owners], batch.positions].long()
-        return self.model.forward(token_ids, batch, self._caches)
-
-    def _sample(self, logits: Tensor, slots: Sequence[int]) -> SampleResult:
-        held = [self._slots[slot] for slot in slots]
-        lengths = [slot.length for slot in held]
-        batch = SamplingBatch.build(
-            [slot.sampling for slot in held],
-            [slot.output_index for slot in held],
-            lengths,
-            [self._token_ids[index, : slot.length] for index, slot in zip(slots, held, strict=True)],
-            [slot.prompt_length for slot in held],
-            self._device,
-        )
-        result = sample(logits, batch)
-        where = torch.tensor([*zip(slots, lengths, strict=True)], device=self._device).T
-        self._token_ids[where[0], where[1]] = result.token_ids.int()
-        for slot in held:
-            slot.length += 1
-        return result
-
-    def _apply(self, command: ExecuteRequest) -> None:
-        """The deltas, in the order of the contract."""
-        for index in command.leaves:
-            self._slot(index)
-            del self._slots[index]
-        for join in command.joins:
-            self._join(join)
-        for update in command.block_updates:
-            self._update_blocks(update.slot, update.start, update.block_ids)
-        for override in command.next_tokens:
-            slot = self._slot(override.slot)
-            self._token_ids[override.slot, slot.length - 1] = override.token_id
+        sent = self._send(step)
+        _scatter(slots.token_ids, sent.joined_indices, sent.joined)
+        _scatter(slots.token_ids, sent.override_indices, sent.overrides)
+        _scatter(slots.block_tables, sent.block_indices, sent.block_ids)
         self._move(self._caches, self._host_caches, command.swap_outs)
         self._move(self._caches, self._caches, command.copies)
         self._move(self._host_caches, self._caches, command.swap_ins)
+        if not step.slots:
+            return result
+        watch.mark()
+        logits = self._replay(graphs, step, sent) if graphs else self._forward(step, sent)
+        watch.mark()
+        if step.rows:
+            if step.fork_rows:
+                logits = logits.index_select(0, sent.fork_rows)
+                tokens = slots.token_ids[:, : max(step.next_positions)]
+                tokens.index_copy_(0, sent.fork_targets, tokens.index_select(0, sent.fork_sources))
+            result.samples = self._sample(logits, step)
+            _scatter(slots.token_ids, sent.next_indices, result.samples.token_ids)
+            result.num_candidates = [slots[slot].num_candidates for slot in step.sampling_slots]
+        watch.mark()
+        return result
+
+    def _padded_size(self, step: Step) -> int | None:
+        decodes_only = step.num_tokens == len(step.slots) > 0
+        return self._graphs.padded_size(len(step.slots)) if self._graphs and decodes_only else None
+
+    def _send(self, step: Step) -> "_Sent":
+        width = self._slots.token_ids.shape[1]
+        places = zip(step.sampling_slots, step.next_positions, strict=True)
+        sections = (
+            # First, as graphs have it.
+            step.slots,
+            step.seq_lens,
+            # All of them in their order need no selection.
+            step.rows if len(step.rows) < step.num_tokens else (),
+            step.fork_rows,
+            step.fork_sources,
+            step.fork_targets,
+            [slot * width + position for slot, position in places],
+            *self._slots.take_deltas(),
+        )
+        return _Sent(*self._upload.send(*sections))
+
+    def _replay(self, graphs: DecodeGraphs, step: Step, sent: "_Sent") -> Tensor:
+        """Logits of `step.rows`."""
+        logits = graphs.replay(step.seq_lens)[: step.num_tokens]
+        return logits.index_select(0, sent.rows) if sent.rows.numel() else logits
+
+    def _forward(self, step: Step, sent: "_Sent") -> Tensor:
+        """Logits of `step.rows`."""
+        block_size = self._pool_shape[2]
+        tables = self._slots.block_tables[:, : -(-max(step.seq_lens) // block_size)]
+        tables = tables.index_select(0, sent.slots)
+        if step.num_tokens == len(step.slots):
+            batch = AttentionBatch.of_decodes(tables, sent.seq_lens, block_size, step.seq_lens)
+            owners = sent.slots
+        else:
+            batch = AttentionBatch.build(tables, step.query_lens, step.seq_lens, block_size)
+            owners = sent.slots.index_select(0, batch.owners)
+        hidden = self._run(owners, batch)
+        if sent.rows.numel():
+            hidden = hidden.index_select(0, sent.rows)
+        return self.model.compute_logits(hidden) if step.rows else hidden
+
+    def _decode(self, slots: Tensor, seq_lens: Tensor, host_seq_lens: Sequence[int]) -> Tensor:
+        """See `decode_graphs.Decode`."""
+        tables = self._slots.block_tables.index_select(0, slots)
+        batch = AttentionBatch.of_decodes(tables, seq_lens, self._pool_shape[2], host_seq_lens)
+        return self.model.compute_logits(self._run(slots, batch))
+
+    def _run(self, slots: Tensor, batch: AttentionBatch) -> Tensor:
+        """Hidden states of the tokens of `batch`, of which `slots` [num_tokens] has each one's slot."""
+        held = self._slots.token_ids
+        token_ids = held.view(-1).index_select(0, batch.positions.add(slots, alpha=held.shape[1])).long()
+        return self.model.forward(token_ids, batch, self._caches)
+
+    def _sample(self, logits: Tensor, step: Step) -> SampleResult:
+        slots, tokens = [self._slots[index] for index in step.sampling_slots], self._slots.token_ids
+        batch = SamplingBatch.build(
+            [slot.sampling for slot in slots],
+            [slot.output_index for slot in slots],
+            step.next_positions,
+            [
+                tokens[index, :position] if slot.sampling.penalised else _UNREAD
+                for index, position, slot in zip(step.sampling_slots, step.next_positions, slots, strict=True)
+            ],
+            [slot.prompt_length for slot in slots],
+            self._device,
+        )
+        return sample(logits, batch)
 
     def _move(self, sources: list[KVCache], destinations: list[KVCache], moves: Sequence[BlockCopy]) -> None:
         if moves:
@@ -218,54 +238,27 @@ class StepExecutor:
                 sources, destinations, [m.source for m in moves], [m.destination for m in moves]
             )
 
-    def _join(self, join: Join) -> None:
-        length = len(join.token_ids)
-        self._check_free(join.slot)
-        if not join.computed_length < length <= self._max_model_len:
-            raise StepError(f"slot {join.slot}: {length} tokens, {join.computed_length} of them computed")
-        self._token_ids[join.slot, :length] = torch.tensor(join.token_ids, dtype=torch.int32)
-        self._take_slot(join, length)
 
-    def _check_free(self, index: int) -> None:
-        if index in self._slots or index >= len(self._token_ids):
-            raise StepError(f"slot {index} is taken or not below {len(self._token_ids)}")
+class _Sent(NamedTuple):
+    """A step's numbers on the device, int64. `Step` says what those are that have its names."""
 
-    def _take_slot(self, join: Join, length: int) -> None:
-        params = join.sampling
-        logprobs = params.logprobs if params.HasField("logprobs") else None
-        if join.num_candidates:
-            logprobs = join.num_candidates
-        self._slots[join.slot] = Slot(
-            sampling=SamplingParams(
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=params.top_k,
-                min_p=params.min_p,
-                presence_penalty=params.presence_penalty,
-                frequency_penalty=params.frequency_penalty,
-                repetition_penalty=params.repetition_penalty,
-                seed=params.seed,
-                logprobs=logprobs,
-            ),
-            output_index=join.output_index,
-            num_candidates=join.num_candidates,
-            prompt_length=join.prompt_length,
-            length=length,
-            computed=join.computed_length,
-        )
-        self._update_blocks(join.slot, 0, join.block_ids)
+    slots: Tensor
+    seq_lens: Tensor
+    rows: Tensor
+    """Empty if all tokens sample."""
+    fork_rows: Tensor
+    fork_sources: Tensor
+    fork_targets: Tensor
+    next_indices: Tensor
+    """Where in the token ids the sampled ones go, by flat index."""
+    joined_indices: Tensor
+    joined: Tensor
+    override_indices: Tensor
+    overrides: Tensor
+    block_indices: Tensor
+    block_ids: Tensor
 
-    def _update_blocks(self, index: int, start: int, block_ids: Sequence[int]) -> None:
-        slot = self._slot(index)
-        end = start + len(block_ids)
-        in_pool = max(block_ids, default=0) < self._shape[0]
-        if start > slot.num_blocks or end > self._block_tables.shape[1] or not in_pool:
-            raise StepError(f"slot {index}: blocks {list(block_ids)} from {start} on don't fit {slot}")
-        self._block_tables[index, start:end] = torch.tensor(block_ids, dtype=torch.int32)
-        slot.num_blocks = end
 
-    def _slot(self, index: int) -> Slot:
-        try:
-            return self._slots[index]
-        except KeyError:
-            raise StepError(f"slot {index} is empty") from None
+def _scatter(table: Tensor, indices: Tensor, numbers: Tensor) -> None:
+    if indices.numel():
+        table.view(-1).index_copy_(0, indices, numbers.to(table.dtype))

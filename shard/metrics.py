@@ -3,6 +3,7 @@
 from prometheus_client import Counter, Gauge, Histogram
 
 LOAD_RATIO = Gauge("pagoda_shard_load_ratio", "Share of the weights that is loaded, 0 to 1")
+WARM_UP_RATIO = Gauge("pagoda_shard_warm_up_ratio", "Share of the warm-up that is done, 0 to 1")
 KV_BYTES = Gauge("pagoda_shard_kv_cache_bytes", "Size of the KV tensor")
 EPOCH = Gauge("pagoda_shard_epoch", "The epoch that the shard serves")
 TOKENS = Counter("pagoda_shard_tokens_total", "Tokens computed")

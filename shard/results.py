@@ -1,10 +1,38 @@
 """The outcome of one step, on its way to the scheduler."""
 
+import time
 from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
 
 from pagoda.shard.v1.shard_pb2 import ExecuteResponse, Sampled
 from pagoda.v1.sampling_pb2 import PositionLogprobs, TokenLogprob
 from shard.sampler import RowLogprobs, SampledToken, SampleResult
+
+
+class Stopwatch:
+    """Marks moments in a device's work, without waiting for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._moments: list[float] = []
+
+    def mark(self) -> None:
+        """Of a GPU: when it gets to here in its current stream."""
+        if self._device.type == "cuda":
+            self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+            self._events[-1].record()
+        else:
+            self._moments.append(time.perf_counter())
+
+    def laps(self) -> list[float]:
+        """Seconds between marks. Waits for the last of them."""
+        for event in self._events[-1:]:
+            event.synchronize()
+        on_gpu = [one.elapsed_time(other) / 1000 for one, other in pairwise(self._events)]
+        return on_gpu + [other - one for one, other in pairwise(self._moments)]
 
 
 @dataclass
@@ -13,17 +41,18 @@ class StepResult:
 
     epoch: int
     step: int
+    watch: Stopwatch
+    """Its laps: the model, the sampler."""
     num_tokens: int = 0
     slots: list[int] = field(default_factory=list)
     samples: SampleResult | None = None
     # Per slot, how many candidates its beam wants; 0: the log-probabilities are for the client.
     num_candidates: list[int] = field(default_factory=list)
-    compute_seconds: float = 0.0
-    sample_seconds: float = 0.0
 
     def to_proto(self) -> ExecuteResponse:
-        """Waits for the device, if need be."""
+        """Waits for the device, also where nothing is sampled: the scheduler counts steps in flight."""
         tokens = self.samples.fetch() if self.samples else []
+        compute_seconds, sample_seconds = self.watch.laps() or (0.0, 0.0)
         return ExecuteResponse(
             epoch=self.epoch,
             step=self.step,
@@ -31,8 +60,8 @@ class StepResult:
                 _sampled(slot, token, wanted)
                 for slot, token, wanted in zip(self.slots, tokens, self.num_candidates, strict=True)
             ],
-            compute_seconds=self.compute_seconds,
-            sample_seconds=self.sample_seconds,
+            compute_seconds=compute_seconds,
+            sample_seconds=sample_seconds,
         )
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from scheduler.engine import Engine
 from scheduler.invariants import check
 from scheduler.outbox import Outbox
 from shard import kv_cache
+from shard.decode_graphs import Capture
 from shard.executor import StepExecutor
 from shard.model_config import load_model_config
 from shard.rope import max_context_len
@@ -60,12 +61,17 @@ class InProcessStream:
 class InProcessShard:
     """Loads a folder and stands in for a shard process, behind the scheduler's client interface."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype = torch.float32,
+        start_capture: Callable[[], Capture] | None = None,
+    ) -> None:
         config = load_model_config(folder)
         device = torch.device("cpu")
         longest = max_context_len(config)
         self._executor = StepExecutor(
-            load_model(folder, config, dtype, device, longest).prepare(), dtype, device
+            load_model(folder, config, dtype, device, longest).prepare(), dtype, device, start_capture
         )
         self._described = DescribeResponse(
             protocol_version=PROTOCOL_VERSION,

@@ -40,6 +40,26 @@ async def test_greedy_tokens_equal_those_of_transformers_under_preemption(name: 
         assert results[key].token_ids == greedy(model, prompt, 24), key
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding"])
+async def test_padded_decodes_change_no_token(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA graph's work, done by calling it. The packed decoder of CPUs knows no padding."""
+    monkeypatch.setattr("kernels.cpu.library.load", lambda: None)
+    family, config = MODELS[name]
+    model = tiny_model(tmp_path, family, **config)
+    prompts = {f"r{n}": random_tokens(n, seed=n) for n in PROMPT_LENGTHS}
+    shard = InProcessShard(tmp_path, start_capture=lambda: lambda work: work)
+
+    async with engine_on(shard, **SMALL_POOL) as engine:
+        results = await generate(engine, [request(key, prompt, 24) for key, prompt in prompts.items()])
+        assert engine.scheduler
+        assert engine.scheduler.totals.preemptions > 0
+
+    for key, prompt in prompts.items():
+        assert results[key].token_ids == greedy(model, prompt, 24), key
+
+
 async def test_dynamic_rope_scales_by_the_served_length(tmp_path: Path) -> None:
     """`transformers` scales by the length at hand, so the two agree on sequences as long as is served."""
     family, config = MODELS["llama-dynamic"]

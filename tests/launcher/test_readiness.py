@@ -5,7 +5,7 @@ import asyncio
 from common.probes import Probes, serve_probes
 from launcher.preflight import claim_addresses
 from launcher.readiness import wait_until_ready
-from shard.metrics import LOAD_RATIO
+from shard.metrics import LOAD_RATIO, WARM_UP_RATIO
 
 
 async def test_a_shard_is_followed_from_nothing_to_ready() -> None:
@@ -26,6 +26,8 @@ async def test_a_shard_is_followed_from_nothing_to_ready() -> None:
     await reported("shard", "loading weights", 0.25)
     LOAD_RATIO.set(1)
     await reported("shard", "waiting for the scheduler", None)
+    WARM_UP_RATIO.set(0.5)
+    await reported("shard", "warming up", 0.5)
     probes.ready = True
     await reported("shard", "ready", 1.0)
     await waiting
