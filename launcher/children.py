@@ -13,7 +13,7 @@ LOCAL_RANKS = 1
 CLOSING_S = 5.0
 
 # Options that go to a process as they are; None leaves them to its environment, YAML section or default.
-SHARD_OPTIONS = ("dtype", "device", "kv_cache_memory_bytes")
+SHARD_OPTIONS = ("dtype", "device", "kv_cache_memory_bytes", "enforce_eager")
 SCHEDULER_OPTIONS = (
     "block_size",
     "enable_prefix_caching",

@@ -56,6 +56,7 @@ class ServeConfig:
     kv_cache_memory_bytes: int | None = option(
         "Memory for K and V, instead of what is free", default=None, unit="bytes", minimum=1, maximum=2**46
     )
+    enforce_eager: bool | None = option("Decode without CUDA graphs", default=None)
     enable_prefix_caching: bool | None = option("Share KV blocks of equal prefixes", default=None)
     swap_space: float | None = option(
         "Host memory for blocks of preempted requests", default=None, unit="GiB", minimum=0

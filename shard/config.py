@@ -37,6 +37,9 @@ class ShardConfig:
         minimum=0.05,
         maximum=1.0,
     )
+    enforce_eager: bool = option(
+        "Launch the kernels of decode steps one by one, instead of replaying CUDA graphs", default=False
+    )
     shutdown_grace: float = option(
         "How long to stay for the scheduler after SIGTERM", default=60.0, unit="seconds", minimum=0
     )

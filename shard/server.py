@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import FrameType
 
 import grpc
@@ -24,6 +25,7 @@ from pagoda.shard.v1 import shard_pb2_grpc
 from pagoda.shard.v1.shard_pb2 import DescribeResponse
 from shard import kv_cache, metrics
 from shard.config import ShardConfig
+from shard.decode_graphs import CudaCapture
 from shard.executor import StepExecutor
 from shard.model_config import ModelError, load_model_config
 from shard.rope import max_context_len
@@ -60,7 +62,8 @@ def load_shard(
 
         path = cached_import(path, cache_root(), progress)
     model_config = load_model_config(path)
-    device = torch.device(_device(config.device))
+    device = _device(config.device)
+    graphs = device.type == "cuda" and not config.enforce_eager
     dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
     longest = max_context_len(model_config)
     if kernels.cpu_kernels_missing(device):
@@ -87,18 +90,19 @@ def load_shard(
         max_model_len=longest,
         kv_bytes_per_token=kv_cache.bytes_per_token(model_config, dtype),
         kv_capacity_bytes=kv_cache.capacity_bytes(
-            model, device, config.kv_cache_memory_bytes, config.gpu_memory_utilization
+            model, device, config.kv_cache_memory_bytes, config.gpu_memory_utilization, graphs
         ),
     )
-    return Loaded(StepExecutor(model, dtype, device), description)
+    start_capture = partial(CudaCapture, device) if graphs else None
+    return Loaded(StepExecutor(model, dtype, device, start_capture), description)
 
 
-def _device(wanted: str) -> str:
+def _device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ModelError("--device cuda: this torch sees no GPU; use --device cpu or auto")
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return wanted
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def serve(config: ShardConfig) -> None:
