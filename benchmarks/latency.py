@@ -49,12 +49,6 @@ def parse() -> Parser:
     )
     parser.add_argument("--prompt", type=positive_int, default=128, help="tokens")
     parser.add_argument("--output-tokens", type=positive_int, default=128, help="tokens")
-    parser.add_argument(
-        "--quantized-flags", default="", metavar="FLAGS", help="of `launcher serve`, for 4-bit weights"
-    )
-    parser.add_argument(
-        "--quantized-model", metavar="PATH", help="what to serve with them; by default the .gguf file"
-    )
     return parser
 
 
@@ -66,10 +60,9 @@ def body(options: Namespace, results: Results) -> None:
     device, dtype = options.device, options.dtype
     flags = f"--device {device} --dtype {dtype} {options.serve_flags}"
     makers: dict[str, Any] = {OURS: partial(PagodaServer, model.folder, flags)}
-    if options.quantized_flags or options.quantized_model:
-        quantized = options.quantized_model or model.gguf or model.folder
-        quantized_flags = f"--device {device} {options.quantized_flags}"
-        makers[QUANTIZED] = partial(PagodaServer, quantized, quantized_flags, "pagoda-4-bit")
+    if model.gguf and FOUR_BIT_PEER in options.peers:
+        # Given the file itself, Pagoda keeps its blocks, as llama.cpp does.
+        makers[QUANTIZED] = partial(PagodaServer, model.gguf, flags, "pagoda-4-bit")
 
     def peer(name: str) -> Contender:
         return Streaming(Peer(name, model.folder, model.gguf, device, dtype))
