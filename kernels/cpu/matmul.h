@@ -46,18 +46,8 @@ inline void multiply_tile(const T* a, ptrdiff_t lda, const T* panel, int depth, 
       for (int row = 0; row < kRows; ++row) {
         uint32_t pair;
         std::memcpy(&pair, a + row * lda + k, 4);
-#if defined(__AVX512BF16__)
-        __m512bh x = (__m512bh)_mm512_set1_epi32(static_cast<int>(pair));
-        sum[row][0] = (Floats)_mm512_dpbf16_ps((__m512)sum[row][0], x, (__m512bh)b0);
-        sum[row][1] = (Floats)_mm512_dpbf16_ps((__m512)sum[row][1], x, (__m512bh)b1);
-#else
-        Floats even = as_floats(Words{} + (pair << 16));
-        Floats odd = as_floats(Words{} + (pair & 0xffff0000u));
-        sum[row][0] += even * as_floats(b0 << 16);
-        sum[row][1] += even * as_floats(b1 << 16);
-        sum[row][0] += odd * as_floats(b0 & 0xffff0000u);
-        sum[row][1] += odd * as_floats(b1 & 0xffff0000u);
-#endif
+        sum[row][0] = multiply_pairs(sum[row][0], pair, b0);
+        sum[row][1] = multiply_pairs(sum[row][1], pair, b1);
       }
     }
   }
@@ -99,6 +89,10 @@ void matmul(const T* x, int rows, Weight weight, int num_panels, Finish finish) 
 #pragma omp for schedule(dynamic, 1)
     for (int panel = 0; panel < num_panels; ++panel) {
       alignas(64) float sums[kRowBlock * kPanel];
+      if (weight.multiply_few(x + first * static_cast<ptrdiff_t>(depth), count, panel, sums)) {
+        finish(first, count, panel, sums);
+        continue;
+      }
       alignas(64) T scratch[Weight::kScratch];
       for (int k = 0; k < depth; k += Weight::kDepthBlock) {
         const int part = depth - k < Weight::kDepthBlock ? depth - k : Weight::kDepthBlock;

@@ -126,6 +126,16 @@ inline Words interleave(Floats low, Floats high) {
 #endif
 }
 
+// sum += a pair of bfloat16 in `x` times those in each word of `weights`.
+inline Floats multiply_pairs(Floats sum, uint32_t x, Words weights) {
+#if defined(__AVX512BF16__)
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(static_cast<int>(x)), (__m512bh)weights);
+#else
+  sum += as_floats(Words{} + (x << 16)) * as_floats(weights << 16);
+  return sum + as_floats(Words{} + (x & 0xffff0000u)) * as_floats(weights & 0xffff0000u);
+#endif
+}
+
 // The second one, should one be a NaN.
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 

@@ -29,6 +29,8 @@ struct DenseWeight {
   }
 
   const T* ahead(int panel, int k) const { return part(panel, k, 0, nullptr); }
+
+  static bool multiply_few(const T*, int, int, float*) { return false; }
 };
 
 template <int kBits>
@@ -39,33 +41,79 @@ struct QuantisedWeight {
   const uint8_t* data;
   int depth;
 
-  // Scale and offset are applied in float32 and the weight rounded to bfloat16: what dequantising beforehand gives.
+  const uint8_t* group_at(int panel, int k) const {
+    return data + (static_cast<ptrdiff_t>(panel) * (depth / kGroup) + k / kGroup) * kGroupBytes;
+  }
+
+  // What unpacks depths 2 * pair and 2 * pair + 1 of a group, from `column` on. Scale and offset are applied in
+  // float32 and the weights rounded to bfloat16: what dequantising beforehand gives.
+  struct Unpacker {
+    Floats scale, offset;
+    const uint8_t* pairs;
+
+    Unpacker(const uint8_t* group, int column)
+        : scale(load(reinterpret_cast<const float*>(group) + column)),
+          offset(load(reinterpret_cast<const float*>(group) + kPanel + column)),
+          pairs(group + 8 * kPanel + column * (kBits / 4)) {}
+
+    Words at(int pair) const {
+      Ints low, high;
+      if constexpr (kBits == 4) {
+        const Words both = extend(*reinterpret_cast<const Bytes*>(pairs + pair * kPanel));
+        low = (Ints)(both & 15);
+        high = (Ints)(both >> 4);
+      } else {
+        const Words both = extend(*reinterpret_cast<const Halves*>(pairs + pair * 2 * kPanel));
+        low = (Ints)(both << 24) >> 24;
+        high = (Ints)(both << 16) >> 24;
+      }
+      return interleave(__builtin_convertvector(low, Floats) * scale + offset,
+                        __builtin_convertvector(high, Floats) * scale + offset);
+    }
+  };
+
   const bf16* part(int panel, int k, int count, bf16* scratch) const {
-    const uint8_t* group = data + (static_cast<ptrdiff_t>(panel) * (depth / kGroup) + k / kGroup) * kGroupBytes;
+    const uint8_t* group = group_at(panel, k);
     uint32_t* to = reinterpret_cast<uint32_t*>(scratch);
     for (int done = 0; done < count; done += kGroup, group += kGroupBytes, to += kGroup / 2 * kPanel)
       for (int column = 0; column < kPanel; column += kLanes) {
-        const float* scales = reinterpret_cast<const float*>(group);
-        const Floats scale = load(scales + column), offset = load(scales + kPanel + column);
-        const uint8_t* pairs = group + 8 * kPanel + column * (kBits / 4);
+        const Unpacker weights(group, column);
 #pragma GCC unroll 16
-        for (int pair = 0; pair < kGroup / 2; ++pair) {
-          Ints low, high;
-          if constexpr (kBits == 4) {
-            const Words both = extend(*reinterpret_cast<const Bytes*>(pairs + pair * kPanel));
-            low = (Ints)(both & 15);
-            high = (Ints)(both >> 4);
-          } else {
-            const Words both = extend(*reinterpret_cast<const Halves*>(pairs + pair * 2 * kPanel));
-            low = (Ints)(both << 24) >> 24;
-            high = (Ints)(both << 16) >> 24;
-          }
-          *reinterpret_cast<Words*>(to + pair * kPanel + column) =
-              interleave(__builtin_convertvector(low, Floats) * scale + offset,
-                         __builtin_convertvector(high, Floats) * scale + offset);
-        }
+        for (int pair = 0; pair < kGroup / 2; ++pair)
+          *reinterpret_cast<Words*>(to + pair * kPanel + column) = weights.at(pair);
       }
     return scratch;
+  }
+
+  // One or two rows are multiplied as the weights are unpacked, by the same sums in the same order; whether there
+  // were so few.
+  bool multiply_few(const bf16* x, int rows, int panel, float* sums) const {
+    if (rows == 1) multiply_rows<1>(x, panel, sums);
+    if (rows == 2) multiply_rows<2>(x, panel, sums);
+    return rows <= 2;
+  }
+
+  template <int kRows>
+  void multiply_rows(const bf16* x, int panel, float* sums) const {
+    Floats sum[kRows][2] = {};
+    const uint8_t* group = group_at(panel, 0);
+    for (int k = 0; k < depth; k += kGroup, group += kGroupBytes) {
+      const Unpacker left(group, 0), right(group, kLanes);
+#pragma GCC unroll 16
+      for (int pair = 0; pair < kGroup / 2; ++pair) {
+        const Words b0 = left.at(pair), b1 = right.at(pair);
+        for (int row = 0; row < kRows; ++row) {
+          uint32_t both;
+          std::memcpy(&both, x + static_cast<ptrdiff_t>(row) * depth + k + 2 * pair, 4);
+          sum[row][0] = multiply_pairs(sum[row][0], both, b0);
+          sum[row][1] = multiply_pairs(sum[row][1], both, b1);
+        }
+      }
+    }
+    for (int row = 0; row < kRows; ++row) {
+      store(sums + row * kPanel, sum[row][0]);
+      store(sums + row * kPanel + kLanes, sum[row][1]);
+    }
   }
 
   // A third of the bytes and all the unpacking: memory is not what these wait for.

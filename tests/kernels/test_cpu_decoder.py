@@ -247,7 +247,7 @@ def quantised(format_name: str, size: int, depth: int, generator: torch.Generato
     return BlockQuantised(format_name, blocks.view(size, -1))
 
 
-@pytest.mark.parametrize("rows", [1, 12, 13, 97])
+@pytest.mark.parametrize("rows", [1, 2, 3, 12, 13, 97])
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_quantised_blocks_give_the_bits_of_their_dense_weights(
     native: ctypes.CDLL, format_name: str, rows: int
