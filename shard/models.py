@@ -24,27 +24,21 @@ class Projection:
     ) -> None:
         """`sizes`: output features by the projections' checkpoint names, in stacking order."""
         self.sizes = sizes
-        self.blocks: kernels.BlockQuantised | None = None
         out_features = sum(sizes.values())
-        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.weight: kernels.Matrix = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
 
-    @property
-    def matrix(self) -> kernels.Matrix:
-        """What to multiply by."""
-        return self.weight if self.blocks is None else self.blocks
-
     def take_blocks(self, prefix: str, matrices: Mapping[str, kernels.BlockQuantised]) -> None:
-        """Uses the blocks of its projections in place of `weight`, where all have them and in one format."""
+        """Stacks the blocks of its projections as its weight, where all have them and in one format."""
         parts = [matrices.get(f"{prefix}{name}.weight") for name in self.sizes]
         found = [part for part in parts if part is not None]
         if len(found) == len(parts) and len({part.format for part in found}) == 1:
             stacked = torch.cat([part.blocks for part in found])
-            self.blocks = kernels.BlockQuantised(found[0].format, stacked)
+            self.weight = kernels.BlockQuantised(found[0].format, stacked)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for parameter, stacked in (("weight", self.weight), ("bias", self.bias)):
-            if stacked is not None:
+            if isinstance(stacked, Tensor):
                 for name, part in zip(
                     self.sizes, stacked.split_with_sizes(list(self.sizes.values())), strict=True
                 ):
@@ -78,16 +72,16 @@ class DecoderLayer:
         """The parameters as `kernels` takes them."""
         return kernels.LayerWeights(
             attention_norm=self.attention_norm,
-            qkv=self.qkv.matrix,
+            qkv=self.qkv.weight,
             qkv_bias=self.qkv.bias,
             query_norm=self.query_norm,
             key_norm=self.key_norm,
-            output=self.output.matrix,
+            output=self.output.weight,
             output_bias=self.output.bias,
             mlp_norm=self.mlp_norm,
-            gate_up=self.gate_up.matrix,
+            gate_up=self.gate_up.weight,
             gate_up_bias=self.gate_up.bias,
-            down=self.down.matrix,
+            down=self.down.weight,
             down_bias=self.down.bias,
             sliding_window=self.sliding_window,
         )
@@ -118,20 +112,21 @@ class DecoderModel:
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.layers = [DecoderLayer(config, window, dtype, device) for window in config.sliding_windows]
         self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        self.head = self.embedding if config.tie_word_embeddings else torch.empty_like(self.embedding)
-        self.head_blocks: kernels.BlockQuantised | None = None
+        self.head: kernels.Matrix = (
+            self.embedding if config.tie_word_embeddings else torch.empty_like(self.embedding)
+        )
         self.cos, self.sin = rotary_tables(config, max_model_len, device)
 
     def take_blocks(self, matrices: Mapping[str, kernels.BlockQuantised]) -> None:
-        """Computes with quantised matrices, by their checkpoint names, in place of those that were filled.
+        """Takes quantised matrices, by their checkpoint names, as weights that need not be filled.
 
-        Their values must be the same: the embedding goes on to be read from its own tensor.
+        The embedding does, also where its blocks are the head.
         """
         for index, layer in enumerate(self.layers):
             for projection in layer.projections:
                 projection.take_blocks(f"model.layers.{index}.", matrices)
         name = "model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
-        self.head_blocks = matrices.get(name)
+        self.head = matrices.get(name, self.head)
 
     def prepare(self) -> "DecoderModel":
         """Hands the filled parameters to `kernels`, in which form they run; from here on they are final.
@@ -149,9 +144,8 @@ class DecoderModel:
         )
         taken = (self.layers.pop(0).weights() for _ in range(len(self.layers)))
         self._decoder = kernels.prepare_decoder(shape, taken, self.embedding.dtype, self.embedding.device)
-        head = self.head if self.head_blocks is None else self.head_blocks
-        self._head = kernels.prepare_linear(head, self.embedding.dtype)
-        del self.head, self.head_blocks
+        self._head = kernels.prepare_linear(self.head, self.embedding.dtype)
+        del self.head
         return self
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv_caches: list[KVCache]) -> Tensor:
@@ -170,11 +164,11 @@ class DecoderModel:
         return self._head.forward(kernels.rms_norm(hidden, self.norm, self.config.rms_norm_eps))
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter under its checkpoint name, as a view whose shape is the checkpoint tensor's."""
+        """What is to be filled, under its checkpoint name: a view of the checkpoint tensor's shape."""
         yield "model.embed_tokens.weight", self.embedding
         for index, layer in enumerate(self.layers):
             for name, tensor in layer.checkpoint_tensors():
                 yield f"model.layers.{index}.{name}", tensor
         yield "model.norm.weight", self.norm
-        if not self.config.tie_word_embeddings:
+        if not self.config.tie_word_embeddings and isinstance(self.head, Tensor):
             yield "lm_head.weight", self.head

@@ -72,12 +72,12 @@ def load_shard(
             "install g++ and run `make kernels`"
         )
     started = time.monotonic()
-    model = load_model(path, model_config, dtype, device, longest, progress)
+    blocks = {}
     if gguf and kernels.keeps_blocks(dtype, device):
         from shard.gguf_import import block_matrices
 
-        model.take_blocks(block_matrices(gguf))
-    model.prepare()
+        blocks = block_matrices(gguf)
+    model = load_model(path, model_config, dtype, device, longest, progress, blocks).prepare()
     log.info("loaded %s as %s on %s in %.1f s", path, dtype, device, time.monotonic() - started)
     description = DescribeResponse(
         protocol_version=PROTOCOL_VERSION,

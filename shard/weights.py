@@ -2,14 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kernels import BlockQuantised
 from shard.model_config import ModelConfig, ModelError
 from shard.models import DecoderModel
 from shard.rope import max_context_len
@@ -38,11 +40,13 @@ def load_model(
     device: torch.device,
     max_model_len: int,
     progress: Callable[[int, int], None] | None = None,
+    blocks: Mapping[str, BlockQuantised] = MappingProxyType({}),
 ) -> DecoderModel:
     """Builds the model and fills it from the folder `path`, converting to `dtype`.
 
     All headers are checked against `config` before any memory is taken; then peak memory is the model and
-    one tensor. `progress` gets (bytes done, bytes in all) of the files after each tensor.
+    one tensor. Weights that `blocks` stand in for (see `DecoderModel.take_blocks`) aren't read. `progress`
+    gets (bytes done, bytes in all) of what is read, after each tensor.
     Raises `ModelError` for a folder that doesn't hold exactly this model, or for a `max_model_len` (tokens)
     over what the model supports.
     """
@@ -55,7 +59,9 @@ def load_model(
     wanted = _checked(path, dict(shapes.checkpoint_tensors()), _entries(path))
 
     model = DecoderModel(config, dtype, device, max_model_len)
+    model.take_blocks(blocks)
     targets = dict(model.checkpoint_tensors())
+    wanted = {name: wanted[name] for name in targets}
     total = sum(entry.end - entry.begin for entry in wanted.values())
     done = 0
     for file in _files(wanted.values()):

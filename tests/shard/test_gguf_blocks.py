@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kernels import AttentionBatch
+from kernels import AttentionBatch, BlockQuantised
 from shard import kv_cache
 from shard.gguf_import import block_matrices, import_gguf
 from shard.model_config import load_model_config
@@ -43,9 +43,10 @@ def test_matrices_in_blocks_give_the_same_logits(tmp_path: Path) -> None:
     folder = import_gguf(source, tmp_path / "model")
     config, cpu = load_model_config(folder), torch.device("cpu")
     dense = load_model(folder, config, torch.bfloat16, cpu, 64).prepare()
-    blocks = load_model(folder, config, torch.bfloat16, cpu, 64)
-    blocks.take_blocks(block_matrices(source))
-    assert blocks.layers[0].qkv.blocks is not None
+    blocks = load_model(folder, config, torch.bfloat16, cpu, 64, blocks=block_matrices(source))
+    assert isinstance(blocks.layers[0].qkv.weight, BlockQuantised)
+    filled = {name for name, tensor in blocks.checkpoint_tensors() if tensor.dim() == 2}
+    assert filled == {"model.embed_tokens.weight"}
     blocks.prepare()
 
     expected, found = (paged_logits(model, random_tokens(40)) for model in (dense, blocks))
