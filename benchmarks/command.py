@@ -79,6 +79,16 @@ class Parser(BareParser):
         )
 
 
+def serve_flags(options: argparse.Namespace) -> str:
+    """Of `launcher serve`: what the flags of `Parser.add_model` ask of it."""
+    return f"--device {options.device} --dtype {options.dtype} {options.serve_flags}"
+
+
+def settle_s(options: argparse.Namespace) -> float:
+    """How long a run may wait for the machine to fall quiet."""
+    return 0.0 if options.quick else 5.0
+
+
 def positive_int(text: str) -> int:
     """Of a flag: 1 or more."""
     if int(text) < 1:

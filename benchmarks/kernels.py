@@ -15,7 +15,7 @@ from torch import Tensor
 
 import kernels
 from benchmarks import models
-from benchmarks.command import BenchmarkError, Parser, execute
+from benchmarks.command import BenchmarkError, Parser, execute, settle_s
 from benchmarks.contest import settle
 from benchmarks.device import copy_seconds, device_of, gemm_peak, seconds
 from benchmarks.kernel_cases import CASES, GPU_CASES, Prepared, Shape
@@ -105,7 +105,7 @@ def body(options: Namespace, results: Results) -> None:
     if not chosen:
         raise BenchmarkError(f"--only {options.only}: no case has that in its name")
     for case in chosen:
-        settle(0 if options.quick else 5)
+        settle(settle_s(options))
         prepared = case.prepare(shape)
         error = error_of(prepared)
         if not error <= TOLERANCES[shape.dtype]:

@@ -1,7 +1,7 @@
 """One request alone: its tokens per second, its time to first token, and between tokens.
 
-Each contender streams. llama.cpp reads the GGUF file's own 4-bit weights; with `--quantized-flags` Pagoda is
-also measured with the flags that make it serve those, and llama.cpp is compared with that.
+Each contender streams. llama.cpp reads the GGUF file's own 4-bit weights, and is compared with Pagoda on the
+same file.
 """
 
 from argparse import Namespace
@@ -10,33 +10,18 @@ from functools import partial
 from typing import Any
 
 from benchmarks import models, peers
-from benchmarks.command import Parser, execute, positive_int
-from benchmarks.contest import Contender, contest
+from benchmarks.command import Parser, execute, positive_int, serve_flags, settle_s
+from benchmarks.contest import contest
 from benchmarks.device import device_of
 from benchmarks.matmul_limit import LimitContender
 from benchmarks.pagoda_server import PagodaServer
-from benchmarks.peers import PEERS, Peer
+from benchmarks.peers import PEERS, StreamingPeer
 from benchmarks.results import Results, comparison
-from benchmarks.workload import Run, Work, single
+from benchmarks.workload import Run, single
 
 OURS, QUANTIZED, LIMIT = "pagoda", "pagoda 4-bit", "matmul limit"
 FOUR_BIT_PEER = "llama-cpp"
 UNIT = "output tok/s"
-
-
-class Streaming:
-    """A peer that is asked to stream."""
-
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-
-    def run(self, work: Work) -> Run:
-        """Token by token."""
-        return self._peer.run(work, stream=True)
-
-    def close(self) -> None:
-        """Ends the peer."""
-        self._peer.close()
 
 
 def parse() -> Parser:
@@ -58,22 +43,21 @@ def body(options: Namespace, results: Results) -> None:
     model = models.find(options)
     peers.check(options.peers, model.gguf)
     device, dtype = options.device, options.dtype
-    flags = f"--device {device} --dtype {dtype} {options.serve_flags}"
+    flags = serve_flags(options)
     makers: dict[str, Any] = {OURS: partial(PagodaServer, model.folder, flags)}
     if model.gguf and FOUR_BIT_PEER in options.peers:
         # Given the file itself, Pagoda keeps its blocks, as llama.cpp does.
         makers[QUANTIZED] = partial(PagodaServer, model.gguf, flags, "pagoda-4-bit")
 
-    def peer(name: str) -> Contender:
-        return Streaming(Peer(name, model.folder, model.gguf, device, dtype))
-
     makers[LIMIT] = partial(LimitContender, model.folder, model.vocab_size, dtype, device)
-    makers |= {name: partial(peer, name) for name in options.peers}
+    makers |= {
+        name: partial(StreamingPeer, name, model.folder, model.gguf, device, dtype) for name in options.peers
+    }
     rounds = options.rounds or (1 if options.quick else 5)
     output = 8 if options.quick else options.output_tokens
     work = [single(model.vocab_size, options.prompt, output, seed) for seed in range(rounds)]
     warm_up = single(model.vocab_size, 16, 4, seed=rounds)
-    runs = contest(makers, work, warm_up, device == "cuda", 0 if options.quick else 5)
+    runs = contest(makers, work, warm_up, device == "cuda", settle_s(options))
     for line in lines(runs, options.peers):
         results.line({**line, "model": model.name, "device": device})
 

@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any
 
 from benchmarks import models, peers
-from benchmarks.command import Parser, execute, positive_float, positive_int
+from benchmarks.command import Parser, execute, positive_float, positive_int, serve_flags, settle_s
 from benchmarks.contest import contest
 from benchmarks.device import device_of
-from benchmarks.latency import Streaming
 from benchmarks.pagoda_server import PagodaServer
-from benchmarks.peers import PEERS, Peer
+from benchmarks.peers import PEERS, StreamingPeer
 from benchmarks.results import Results, comparison
 from benchmarks.workload import Answer, Run, Work, beside_a_long_prompt, make, offline, poisson
 
@@ -62,7 +61,7 @@ def body(options: Namespace, results: Results) -> None:
     device_of(options.device)
     model = models.find(options)
     peers.check(options.peers, model.gguf)
-    flags = f"--device {options.device} --dtype {options.dtype} {options.serve_flags}"
+    flags = serve_flags(options)
     where = {"model": model.name, "dtype": options.dtype, "device": options.device}
     for line in [*_goodput(options, model, flags), *_long_prompt(options, model, flags)]:
         results.line({**line, **where})
@@ -71,17 +70,15 @@ def body(options: Namespace, results: Results) -> None:
 def _goodput(options: Namespace, model: models.Model, flags: str) -> list[dict[str, Any]]:
     makers: dict[str, Callable[[], Any]] = {OURS: partial(PagodaServer, model.folder, flags)}
 
-    def peer(name: str) -> Streaming:
-        return Streaming(Peer(name, model.folder, model.gguf, options.device, options.dtype))
-
-    makers |= {name: partial(peer, name) for name in options.peers}
+    where = (model.folder, model.gguf, options.device, options.dtype)
+    makers |= {name: partial(StreamingPeer, name, *where) for name in options.peers}
     rates = [20.0] if options.quick else options.rates
     asked = make([(24, 4)] * 8, model.vocab_size) if options.quick else None
     asked = asked or offline(model.vocab_size, options.requests)
     rounds = options.rounds or 1
     work: list[Work] = [poisson(asked, rate, seed) for seed in range(rounds) for rate in rates]
     warm_up = make([(24, 4)] * 4, model.vocab_size, seed=1)
-    runs = contest(makers, work, warm_up, options.device == "cuda", 0 if options.quick else 5)
+    runs = contest(makers, work, warm_up, options.device == "cuda", settle_s(options))
     bounds = options.ttft_bound, options.itl_bound
     lines = []
     for index, rate in enumerate(rates):
@@ -110,7 +107,7 @@ def _long_prompt(options: Namespace, model: models.Model, flags: str) -> list[di
     rounds = options.rounds or (1 if options.quick else 3)
     work = [beside_a_long_prompt(model.vocab_size, prompt, shorts, rate, seed) for seed in range(rounds)]
     idle = make([(32, 8)], model.vocab_size, seed=rounds)
-    runs = contest(makers, [*work, idle], idle, options.device == "cuda", 0 if options.quick else 5)
+    runs = contest(makers, [*work, idle], idle, options.device == "cuda", settle_s(options))
     # What a short request takes with nobody beside it is the least that can be had.
     alone = runs[CHUNKED].pop().answers[0].ttft_s
     runs[UNCHUNKED].pop()

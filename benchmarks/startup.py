@@ -15,7 +15,7 @@ import grpc
 
 from benchmarks import models, peers
 from benchmarks.child_process import ChildProcess
-from benchmarks.command import BenchmarkError, Parser, execute
+from benchmarks.command import BenchmarkError, Parser, execute, serve_flags, settle_s
 from benchmarks.contest import settle
 from benchmarks.device import device_of
 from benchmarks.pagoda_server import serve_command, spec
@@ -101,17 +101,16 @@ def body(options: Namespace, results: Results) -> None:
     device_of(options.device)
     model = models.find(options)
     peers.check(options.peers, model.gguf)
-    flags = f"--device {options.device} --dtype {options.dtype} {options.serve_flags}"
+    flags = serve_flags(options)
     mine: list[float] = []
     others: dict[str, list[float]] = {name: [] for name in options.peers}
     limits: list[float] = []
-    settle_s = 0 if options.quick else 5
     for _ in range(options.rounds or (1 if options.quick else 2)):
-        settle(settle_s)
+        settle(settle_s(options))
         limits.append(floor(model.folder))
         mine.append(ours(model.folder, flags, model.vocab_size))
         for name, seconds in others.items():
-            settle(settle_s)
+            settle(settle_s(options))
             seconds.append(theirs(name, model, options))
     for peer, seconds in others.items() or [(None, [])]:
         name = f"start to first token against {peer}" if peer else "start to first token"

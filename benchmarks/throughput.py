@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import models, peers
-from benchmarks.command import Parser, execute
+from benchmarks.command import Parser, execute, serve_flags, settle_s
 from benchmarks.contest import Makers, contest
 from benchmarks.device import device_of
 from benchmarks.matmul_limit import LimitContender
@@ -58,7 +58,7 @@ def work_of(options: Namespace, vocab_size: int, seed: int) -> Work:
 def makers_of(options: Namespace, model: models.Model) -> Makers:
     """All contenders, ours first."""
     device, dtype = options.device, options.dtype
-    flags = f"--device {device} --dtype {dtype} {options.serve_flags}"
+    flags = serve_flags(options)
     makers: dict[str, Any] = {}
     if not options.no_server:
         makers[GRPC] = partial(PagodaServer, model.folder, flags, stream=False)
@@ -81,7 +81,7 @@ def body(options: Namespace, results: Results) -> None:
     warm_up = make([(24, 4)] * 4, model.vocab_size, seed=1)
     # Each engine takes most of a GPU's memory.
     apart = options.one_at_a_time or options.device == "cuda"
-    runs = contest(makers_of(options, model), [work] * rounds, warm_up, apart, 0 if options.quick else 5)
+    runs = contest(makers_of(options, model), [work] * rounds, warm_up, apart, settle_s(options))
     for line in lines(runs, options.peers):
         results.line({**line, "model": model.name, "dtype": options.dtype, "device": options.device})
 

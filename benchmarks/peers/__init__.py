@@ -127,6 +127,14 @@ class Peer:
         self._child.close(15, terminate=False)
 
 
+class StreamingPeer(Peer):
+    """One that is asked to stream."""
+
+    def run(self, work: Work, stream: bool = True) -> Run:
+        """Token by token."""
+        return super().run(work, stream)
+
+
 def check(names: list[str], gguf: Path | None) -> None:
     """Makes the environments that are missing, before anything is measured.
 
