@@ -1,5 +1,7 @@
 """What a client is told when its request fails: a gRPC status with google.rpc details."""
 
+import logging
+import uuid
 from typing import Any, Final
 
 import grpc
@@ -14,6 +16,8 @@ DOMAIN: Final = "pagoda"
 RETRY_DELAY_S: Final = 1.0
 # Another replica may take what one refuses so; the same one may later.
 RETRYABLE: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+_log = logging.getLogger(__name__)
 
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -80,6 +84,14 @@ def unserved(field: str) -> RequestError:
 def unavailable(message: str, reason: str = "NO_REPLICA") -> RequestError:
     """UNAVAILABLE, with a hint to try again."""
     return RequestError(grpc.StatusCode.UNAVAILABLE, message, reason=reason, retry_delay=RETRY_DELAY_S)
+
+
+def internal(what: str) -> RequestError:
+    """INTERNAL for the exception that is being handled, which the log has under the incident it names."""
+    incident = uuid.uuid4().hex
+    _log.exception("%s failed, incident %s", what, incident)
+    message = f"internal error; the router's log has more under incident {incident}"
+    return RequestError(grpc.StatusCode.INTERNAL, message, reason="INTERNAL")
 
 
 def from_refusal(refused: RequestRefused) -> RequestError:

@@ -15,6 +15,7 @@ from common.rpc import AddressError
 from router.block_map import serve_block_map
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig
+from router.inference import Inference
 from router.model_files import ModelFiles
 from router.prompt import PromptEncoder
 from router.replicas import Replicas
@@ -47,7 +48,7 @@ class Router:
         self._config = config
         self._draining = False
         self.replicas = Replicas(config.scheduler_addresses, self._update_health)
-        self.service = InferenceService(
+        self.inference = Inference(
             config,
             config.served_model_name or folder.resolve().name,
             tokenizer,
@@ -55,7 +56,8 @@ class Router:
             self.replicas,
         )
         self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
-        self._server.add_generic_rpc_handlers((self.service.rpc_handler(),))
+        service = InferenceService(self.inference, config.write_stall_timeout)
+        self._server.add_generic_rpc_handlers((service.rpc_handler(),))
         self._health = rpc.add_health_aio(self._server)
         rpc.add_reflection(self._server, [SERVICE_NAME])
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -74,15 +76,15 @@ class Router:
         self._draining = True
         await self._set_health()
         await asyncio.sleep(self._config.drain_delay)
-        self.service.refusing = True
-        await _within(self._config.shutdown_grace, self.service.wait_idle())
+        self.inference.refusing = True
+        await _within(self._config.shutdown_grace, self.inference.calls.wait_idle())
         await self.close()
 
     async def close(self) -> None:
         """Ends at once. Requests that still run get UNAVAILABLE, to resume elsewhere."""
-        self.service.refusing = True
+        self.inference.refusing = True
         await self.replicas.close()
-        await _within(_FAREWELL_S, self.service.wait_idle())
+        await _within(_FAREWELL_S, self.inference.calls.wait_idle())
         await self._server.stop(0)
         for task in self._tasks:
             task.cancel()

@@ -158,7 +158,16 @@ def _request_id(given: str) -> str:
 
 
 def _refuse_unserved(spec: GenerateSpec) -> None:
-    for name, given in (("constraint", spec.HasField("constraint")), ("adapter", spec.adapter)):
+    unserved_yet = {
+        "constraint": spec.HasField("constraint"),
+        "adapter": spec.adapter,
+        "sampling.logit_bias": spec.sampling.logit_bias,
+        "stop.min_tokens": spec.stop.min_tokens,
+        "prompt_logprobs": spec.HasField("prompt_logprobs"),
+        "chat.tools": spec.chat.tools,
+        "chat.template_arguments": spec.chat.template_arguments,
+    }
+    for name, given in unserved_yet.items():
         if given:
             raise unserved(f"spec.{name}")
 

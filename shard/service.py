@@ -22,6 +22,8 @@ from pagoda.shard.v1.shard_pb2 import (
     DescribeResponse,
     ExecuteRequest,
     ExecuteResponse,
+    PrepareConstraintRequest,
+    PrepareConstraintResponse,
 )
 from pagoda.shard.v1.shard_pb2_grpc import ShardServiceServicer
 from shard import metrics
@@ -101,6 +103,12 @@ class ShardService(ShardServiceServicer):
         metrics.KV_BYTES.set(wanted)
         self.configured.set()
         return ConfigureResponse(epoch=request.epoch, kept_allocation=kept)
+
+    def PrepareConstraint(  # noqa: N802
+        self, request: PrepareConstraintRequest, context: grpc.ServicerContext
+    ) -> PrepareConstraintResponse:
+        """Not served yet."""
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "constraints are not served yet")
 
     def Execute(  # noqa: N802
         self, request_iterator: Iterator[ExecuteRequest], context: grpc.ServicerContext

@@ -187,7 +187,7 @@ async def test_cancel_frees_at_once(client: Client) -> None:
     await call.read()
     call.cancel()
     assert (await client.scheduler.aborts.get()).key == submit.key
-    await client.router.service.wait_idle()
+    await client.router.inference.calls.wait_idle()
 
 
 async def test_cancel_before_acceptance_frees_too(client: Client) -> None:
@@ -254,7 +254,7 @@ async def test_a_client_that_never_reads_is_ended(start_router: StartRouter) -> 
     submit = await client.scheduler.accept()
     await flood(client, submit, 400)
     assert (await client.scheduler.aborts.get()).key == submit.key
-    await client.router.service.wait_idle()
+    await client.router.inference.calls.wait_idle()
     error = await error_of(receive(call))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "took nothing for 0.2 s" in (error.details() or "")
@@ -605,7 +605,7 @@ async def test_surprises_are_internal_and_tell_the_client_nothing(
     def explode(*_: object) -> None:
         raise ZeroDivisionError("secret")
 
-    monkeypatch.setattr("router.service.Output", explode)
+    monkeypatch.setattr("router.inference.Output", explode)
     error = await error_of(generate(client, spec(request_id="mine")))
     assert error.code() is grpc.StatusCode.INTERNAL
     assert "secret" not in (error.details() or "")
