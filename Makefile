@@ -66,11 +66,11 @@ clean: ## Remove .venv, pagoda/ and caches
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUNTIME): $(LISTS)
-	$(INSTALL) router shard launcher build
+	$(INSTALL) router shard launcher tracing build
 	@touch $@
 
 $(DEV): $(LISTS) | $(RUNTIME)
-	$(INSTALL) router shard launcher build dev bench
+	$(INSTALL) router shard launcher tracing build dev bench
 	@touch $@
 
 $(MODEL_PACKAGE): pyproject.toml | $(RUNTIME)
