@@ -218,16 +218,16 @@ class ToolCallParser:
         The tag's first character must be in it only once.
         """
         while True:
-            at = self._text.find(tag[0], self._next)
+            before, at = self._next, self._text.find(tag[0], self._next)
             self._next = at if at >= 0 else len(self._text)
-            certain = self._text[self._start : self._next].rstrip(_WHITESPACE)
-            if certain:
-                self._parts.append(Content(certain))
-                self._start += len(certain)
+            if certain := len(self._text[before : self._next].rstrip(_WHITESPACE)):
+                self._give_content(before + certain)
             if at < 0:
                 yield
             elif (yield from self.reads(tag)):
                 return
+            else:
+                self.give_back()
 
     def call_object(self) -> Reading[None]:
         """Reads `{"name": ..., "arguments": {...}}`, whatever its members' order, and gives it out."""
