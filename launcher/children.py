@@ -13,6 +13,7 @@ LOCAL_RANKS = 1
 CLOSING_S = 5.0
 
 # Options that go to a process as they are; None leaves them to its environment, YAML section or default.
+ROUTER_OPTIONS = ("tool_call_parser",)
 SHARD_OPTIONS = ("dtype", "device", "kv_cache_memory_bytes", "enforce_eager")
 SCHEDULER_OPTIONS = (
     "block_size",
@@ -59,6 +60,7 @@ def child_specs(
             "scheduler-addresses": scheduler,
             "listen-address": addresses["listen-address"],
             "shutdown-grace": config.shutdown_grace,
+            **_given(config, ROUTER_OPTIONS),
             **{name: value for name, value in addresses.items() if name == "block-map-address"},
         },
         "scheduler": {

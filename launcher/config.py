@@ -67,6 +67,11 @@ class ServeConfig:
     max_waiting_requests: int | None = option(
         "Requests that may wait; more are refused", default=None, unit="requests", minimum=1
     )
+    tool_call_parser: str | None = option(
+        "How the model writes tool calls",
+        default=None,
+        choices=("auto", "hermes", "llama3_json", "mistral"),
+    )
     shutdown_grace: float = option(
         "How long running requests may go on after Ctrl-C or SIGTERM", default=30.0, unit="seconds", minimum=0
     )

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, Final
 
 import jinja2
@@ -11,8 +12,13 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.model_files import ModelFiles, ModelFilesError
+from router.described_tools import takes_tools
+from router.model_files import SPECIAL_TOKENS, ModelFiles, ModelFilesError
 
+# What a template is given by us.
+RESERVED: Final = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", *SPECIAL_TOKENS}
+)
 # Ends the message to continue; its trailing space shows whether the template strips messages.
 _CONTINUE_MARK: Final = "PAGODA_CONTINUE_FINAL_MESSAGE "
 
@@ -57,7 +63,11 @@ def _tojson(
 
 
 class ChatTemplate:
-    """A compiled template, sandboxed. Thread-safe."""
+    """A compiled template, sandboxed. Thread-safe.
+
+    Attributes:
+        takes_tools: It shows tools, and what is called, to the model.
+    """
 
     def __init__(self, files: ModelFiles) -> None:
         """Compiles the template of a model folder that has one.
@@ -78,15 +88,20 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelFilesError(f"{files.chat_template_file}: chat template: {error}") from error
         self._special_tokens = files.special_tokens
+        self.takes_tools = takes_tools(files.chat_template or "")
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         max_bytes: int,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
         continue_final_message: bool = False,
     ) -> str:
         """The prompt; it opens an answer unless it continues the last message.
+
+        `arguments` are further variables; none may be named in `RESERVED`.
 
         Raises:
             ChatTemplateError: the template rejects the messages, or writes more than `max_bytes` of UTF-8.
@@ -94,20 +109,22 @@ class ChatTemplate:
         chat = [dict(message) for message in messages]
         if continue_final_message:
             chat[-1]["content"] += _CONTINUE_MARK
-        text = self._render(chat, not continue_final_message, max_bytes)
+        variables = {
+            **arguments,
+            **self._special_tokens,
+            "messages": chat,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": not continue_final_message,
+        }
+        text = self._render(variables, max_bytes)
         return _cut_at_mark(text) if continue_final_message else text
 
-    def _render(self, chat: list[dict[str, str]], add_generation_prompt: bool, max_bytes: int) -> str:
+    def _render(self, variables: Mapping[str, Any], max_bytes: int) -> str:
         parts: list[str] = []
         size = 0
         try:
-            for part in self._template.generate(
-                messages=chat,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            ):
+            for part in self._template.generate(variables):
                 parts.append(part)
                 size += len(part.encode())
                 if size > max_bytes:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from common.config import option
+from router.tool_calls import FORMATS
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class RouterConfig:
         unit="requests",
         minimum=1,
         maximum=65536,
+    )
+    tool_call_parser: str = option(
+        "How the model writes tool calls; auto goes by its chat template",
+        default="auto",
+        choices=("auto", *FORMATS),
     )
     write_stall_timeout: float = option(
         "A client that takes nothing for so long is ended",

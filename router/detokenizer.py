@@ -41,6 +41,9 @@ def _byte_level_alphabet() -> dict[str, int]:
 class TokenDecoder:
     """The bytes of each token, as one tokenizer's decoder has them. Shared by all requests.
 
+    Attributes:
+        special: The special tokens by token id.
+
     Known decoders: ByteLevel; Metaspace; and Replace, ByteFallback, Fuse, Strip in this order (the
     SentencePiece conversions of Llama, Mistral and Gemma).
     """
@@ -53,7 +56,7 @@ class TokenDecoder:
         """
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        self._special = {token_id for token_id, token in added.items() if token.special}
+        self.special = {token_id: token.content for token_id, token in added.items() if token.special}
         self._cache: dict[int, bytes] = {}
         self._alphabet: dict[str, int] = {}
         self._byte_fallback = False
@@ -97,7 +100,7 @@ class TokenDecoder:
 
     def token(self, token_id: int) -> str | None:
         """The token as the vocabulary writes it; None for special and unknown ones, which have no text."""
-        return None if token_id in self._special else self._tokenizer.id_to_token(token_id)
+        return None if token_id in self.special else self._tokenizer.id_to_token(token_id)
 
     def bytes_of(self, token_id: int) -> bytes:
         """What the token adds to a text that has begun."""
@@ -128,14 +131,18 @@ def _flatten(step: dict[str, Any]) -> list[dict[str, Any]]:
 class Detokenizer:
     """One output's text so far."""
 
-    def __init__(self, decoder: TokenDecoder) -> None:
+    def __init__(self, decoder: TokenDecoder, shown: frozenset[str] = frozenset()) -> None:
+        """Special tokens have no text, but for those that are to be `shown`."""
         self._decoder = decoder
+        self._shown = shown
         self._utf8 = _Utf8Decoder(decoder.errors)
         self._first = bool(decoder.drop_from_first)
         self._to_strip = decoder.strip_count
 
     def push(self, token_id: int) -> str:
         """The text that is certain now: whole characters, never half of one."""
+        if (special := self._decoder.special.get(token_id)) in self._shown:
+            return self._utf8.decode(special.encode())
         if self._first:
             token = self._decoder.token(token_id)
             if token is None:

@@ -16,6 +16,7 @@ from router.output import Output
 from router.prompt import PromptEncoder
 from router.replicas import Replicas
 from router.tokenizer import Tokenizer
+from router.tool_calls import TAGS
 from router.validation import Limits, Request, check_token_ids, validate
 
 
@@ -59,6 +60,7 @@ class Inference:
     Attributes:
         refusing: New requests are refused, because the router is about to end.
         model_name: As clients give it.
+        tool_call_format: How the model writes tool calls, one of `tool_calls.FORMATS`; None: not known.
     """
 
     def __init__(
@@ -68,10 +70,12 @@ class Inference:
         tokenizer: Tokenizer,
         prompts: PromptEncoder,
         replicas: Replicas,
+        tool_call_format: str | None,
     ) -> None:
         self.refusing = False
         self.calls = OpenCalls()
         self.model_name = model_name
+        self.tool_call_format = tool_call_format
         self._config = config
         self._tokenizer = tokenizer
         self._prompts = prompts
@@ -94,7 +98,9 @@ class Inference:
                 time_remaining=caller.time_remaining,
                 trace_context=caller.trace_context,
             )
-            running = Running(request, self._tokenizer, generation)
+            # Special tokens in some models, but their text is what a parser of calls goes by.
+            tags = TAGS[self.tool_call_format] if spec.chat.tools and self.tool_call_format else frozenset()
+            running = Running(request, self._tokenizer, generation, shown=tags)
             try:
                 await generation.start()
                 yield running
@@ -116,6 +122,7 @@ class Inference:
             eos_token_ids=self._tokenizer.eos_token_ids,
             chat=self._prompts.has_chat,
             dtype=welcome.dtype,
+            tool_call_format=self.tool_call_format or "",
         )
 
     async def tokenize(self, prompt: str | pb.Chat, field: str) -> Sequence[int]:
@@ -168,10 +175,13 @@ class Running:
         request: As validated.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, generation: Generation) -> None:
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, generation: Generation, shown: frozenset[str]
+    ) -> None:
+        """`shown` are the special tokens that have a text."""
         self.request = request
         self._generation = generation
-        self._outputs = [Output(index, request, tokenizer.detokenizer()) for index in range(request.n)]
+        self._outputs = [Output(index, request, tokenizer.detokenizer(shown)) for index in range(request.n)]
         for output, prior in zip(self._outputs, request.prior_outputs, strict=False):
             output.prime(prior.token_ids, prior.finished)
 

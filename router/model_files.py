@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-_SPECIAL_TOKENS: Final = (
+# Names that tokenizer_config.json gives to special tokens, and chat templates call them by.
+SPECIAL_TOKENS: Final = (
     "bos_token",
     "eos_token",
     "unk_token",
@@ -46,7 +47,7 @@ class ModelFiles:
         config = _read_json(folder / "config.json")
         generation = _read_json(folder / "generation_config.json", required=False)
         tokenizer = _read_json(folder / "tokenizer_config.json", required=False)
-        special = {name: tokenizer[name] for name in _SPECIAL_TOKENS if tokenizer.get(name)}
+        special = {name: tokenizer[name] for name in SPECIAL_TOKENS if tokenizer.get(name)}
         eos_source, eos = "generation_config.json", generation.get("eos_token_id")
         if eos is None:
             eos_source, eos = "config.json", config.get("eos_token_id")

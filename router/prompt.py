@@ -1,13 +1,14 @@
 """A prompt as the client gave it to token ids, within the limit on its bytes."""
 
-from typing import Final
+from typing import Any
 
 from pagoda.v1.inference_pb2 import Chat
+from router.chat import read_chat
 from router.chat_template import ChatTemplate, ChatTemplateError
+from router.described_tools import describe
 from router.errors import invalid
+from router.literal_text import LiteralText, pieces
 from router.tokenizer import Tokenizer
-
-MAX_MESSAGES: Final = 4096
 
 
 class PromptEncoder:
@@ -20,6 +21,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, max_prompt_bytes: int) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self._literal = LiteralText(tokenizer.special_tokens)
         self._max_bytes = max_prompt_bytes
         self.has_chat = template is not None
 
@@ -38,32 +40,30 @@ class PromptEncoder:
                 field, "this model has no chat template; send text or token_ids", "NO_CHAT_TEMPLATE"
             )
         template = self._template
-        where = f"{field}.messages"
-        if not chat.messages:
-            raise invalid(where, "is empty; give at least one message", "EMPTY_PROMPT")
-        if len(chat.messages) > MAX_MESSAGES:
-            raise invalid(where, f"{len(chat.messages)} messages, at most {MAX_MESSAGES} are taken")
-        for index, message in enumerate(chat.messages):
-            if not message.role:
-                raise invalid(f"{where}[{index}].role", 'is empty; name one, such as "user"')
-        self._check_size(
-            sum(len(message.role.encode()) + len(message.content.encode()) for message in chat.messages),
-            where,
-        )
-        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+        self._check_size(chat.ByteSize(), field)
 
         def render_and_encode() -> list[int]:
+            given = read_chat(chat, field)
+            variables: list[Any] = [given.messages, given.tools, given.arguments]
+            messages, tools, arguments = self._literal.cut(variables)
+            if not template.takes_tools:
+                messages, tools = describe(messages, tools), []
             text = template.render(
                 messages,
+                tools=tools or None,
+                arguments=arguments,
                 max_bytes=self._max_bytes,
                 continue_final_message=chat.continue_final_message,
             )
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            return self._tokenizer.encode(*pieces(text), add_special_tokens=False)
 
+        where = f"{field}.messages"
         try:
             ids = await self._tokenizer.run(render_and_encode)
         except ChatTemplateError as error:
             raise invalid(where, str(error), "CHAT_TEMPLATE") from error
+        except RecursionError as error:
+            raise invalid(field, "holds JSON that is nested too deep") from error
         if not ids:
             raise invalid(where, "the chat template makes an empty prompt of it", "EMPTY_PROMPT")
         return ids

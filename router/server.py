@@ -21,6 +21,7 @@ from router.prompt import PromptEncoder
 from router.replicas import Replicas
 from router.service import SERVICE_NAME, InferenceService
 from router.tokenizer import Tokenizer
+from router.tool_calls import detect
 
 # For statuses to reach clients whose requests outlived the grace.
 _FAREWELL_S: Final = 1.0
@@ -54,6 +55,7 @@ class Router:
             tokenizer,
             PromptEncoder(tokenizer, template, config.max_prompt_bytes),
             self.replicas,
+            _tool_call_format(config.tool_call_parser, files),
         )
         self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
         service = InferenceService(self.inference, config.write_stall_timeout)
@@ -128,6 +130,10 @@ async def run(config: RouterConfig) -> None:
     await stop.wait()
     _log.info("draining")
     await router.drain()
+
+
+def _tool_call_format(parser: str, files: ModelFiles) -> str | None:
+    return detect(files.chat_template) if parser == "auto" else parser
 
 
 def _check(addresses: Iterable[str]) -> None:

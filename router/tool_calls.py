@@ -10,6 +10,8 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from router.described_tools import takes_tools
+
 # What a tool may be called, as its client and as the model names it.
 TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -382,11 +384,11 @@ def parser_for(name: str) -> ToolCallParser:
 def detect(chat_template: str | None) -> str | None:
     """The format that a model's template teaches it; None where there is no template or none of `FORMATS`.
 
-    A template without a word of tools leaves the choice to us: hermes.
+    A template without a word of tools has them described in the hermes format.
     """
     if chat_template is None:
         return None
-    if "tools" not in chat_template:
+    if not takes_tools(chat_template):
         return "hermes"
     if "[TOOL_CALLS]" in chat_template:
         return "mistral"

@@ -164,8 +164,6 @@ def _refuse_unserved(spec: GenerateSpec) -> None:
         "sampling.logit_bias": spec.sampling.logit_bias,
         "stop.min_tokens": spec.stop.min_tokens,
         "prompt_logprobs": spec.HasField("prompt_logprobs"),
-        "chat.tools": spec.chat.tools,
-        "chat.template_arguments": spec.chat.template_arguments,
     }
     for name, given in unserved_yet.items():
         if given:

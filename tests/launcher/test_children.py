@@ -1,5 +1,6 @@
 """What is given goes to the process that it is for; what is not is left to it."""
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 
 from launcher.children import ChildSpec, child_specs, usable_cores
 from launcher.config import ServeConfig
+from router.config import RouterConfig
+from router.tool_calls import FORMATS
 
 ADDRESSES = {
     "listen-address": "127.0.0.1:1",
@@ -68,6 +71,18 @@ def test_switches_and_the_block_map_are_passed_on() -> None:
     assert flags(scheduler)["--swap-space"] == "0.5"
     assert flags(router)["--block-map-address"] == "127.0.0.1:5"
     assert "--enable-prefix-caching" in specs(ServeConfig(enable_prefix_caching=True))["scheduler"].argv
+
+
+def test_formats_of_tool_calls_are_those_of_the_router() -> None:
+    choices = {
+        field.metadata["bounds"].choices
+        for config in (ServeConfig, RouterConfig)
+        for field in dataclasses.fields(config)
+        if field.name == "tool_call_parser"
+    }
+
+    assert choices == {("auto", *FORMATS)}
+    assert flags(specs(ServeConfig(tool_call_parser="hermes"))["router"])["--tool-call-parser"] == "hermes"
 
 
 def test_what_is_not_given_is_left_to_the_process() -> None:

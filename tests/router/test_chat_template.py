@@ -8,6 +8,7 @@ from router.chat_template import ChatTemplate, ChatTemplateError
 from router.model_files import ModelFiles
 from router.tokenizer import Tokenizer
 from tests.router.models import CHAT_TEMPLATE, write_model
+from tests.router.tool_templates import CHAT, LLAMA3, MISTRAL, QWEN, TOOLS
 
 LLAMA2 = """{% if messages[0]['role'] == 'system' %}
     {% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}
@@ -76,6 +77,26 @@ def test_continues_the_final_message_as_transformers_does(
     ours = template(tmp_path, TEMPLATES[name])
     expected = oracle(tmp_path).apply_chat_template(chat, tokenize=False, continue_final_message=True)
     assert ours.render(chat, max_bytes=1 << 20, continue_final_message=True) == expected
+
+
+@pytest.mark.parametrize("source", [QWEN, LLAMA3, MISTRAL])
+@pytest.mark.parametrize("tools", [TOOLS, None])
+@pytest.mark.parametrize("length", range(1, len(CHAT) + 1))
+def test_tools_calls_and_results_render_as_transformers_does(
+    tmp_path: Path, source: str, tools: list[dict[str, Any]] | None, length: int
+) -> None:
+    ours = template(tmp_path, source)
+    chat = CHAT[:length]
+    expected = oracle(tmp_path).apply_chat_template(
+        chat, tools=tools, tokenize=False, add_generation_prompt=True
+    )
+    assert ours.render(chat, tools=tools, max_bytes=1 << 20) == expected
+
+
+def test_arguments_are_variables_of_the_template(tmp_path: Path) -> None:
+    ours = template(tmp_path, QWEN)
+    text = ours.render(CHATS[0], arguments={"enable_thinking": False, "self": 1}, max_bytes=1 << 20)
+    assert text.endswith("<think>\n\n</think>\n\n")
 
 
 def test_smollm2_template_and_tokens_equal_transformers(smollm2: Any, tmp_path: Path) -> None:

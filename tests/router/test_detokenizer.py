@@ -49,6 +49,12 @@ def by_byte_runs(tokenizer: Tokenizer, ids: list[int]) -> str:
     return text.removeprefix(" ")
 
 
+def test_special_tokens_that_are_shown_have_their_text() -> None:
+    detokenizer = Detokenizer(TokenDecoder(BYTE_LEVEL), frozenset({"<s>"}))
+    ids = BYTE_LEVEL.encode("<s>é<|im_end|><s>").ids
+    assert "".join(map(detokenizer.push, ids)) == "<s>é<s>"
+
+
 @given(st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 5), max_size=40))
 def test_byte_level_on_random_tokens_equals_decode(ids: list[int]) -> None:
     assert "".join(pieces(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids, skip_special_tokens=True)

@@ -623,6 +623,7 @@ async def test_get_model_says_what_the_scheduler_serves(client: Client) -> None:
         eos_token_ids=[EOS],
         chat=True,
         dtype="float32",
+        tool_call_format="hermes",
     )
 
 
