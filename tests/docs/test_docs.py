@@ -13,7 +13,7 @@ from common import config
 from common.rpc import MAX_MESSAGE_BYTES, MIN_PING_INTERVAL_MS
 from pagoda.v1 import inference_pb2 as pb
 from pagoda.v1.sampling_pb2 import SamplingParams
-from router import validation
+from router import chat, validation
 from router.config import RouterConfig
 from scheduler.config import SchedulerConfig
 from shard import model_config
@@ -120,7 +120,13 @@ def row(page: str, field: str) -> str:
     return match[0]
 
 
-@pytest.mark.parametrize("message", [pb.GenerateSpec, SamplingParams, pb.StopConditions])
+REQUEST_MESSAGES = [
+    *(pb.GenerateSpec, SamplingParams, pb.StopConditions),
+    *(pb.Chat, pb.ChatMessage, pb.Tool),
+]
+
+
+@pytest.mark.parametrize("message", REQUEST_MESSAGES)
 def test_every_field_of_a_request_has_its_row(message: type) -> None:
     for field in message.DESCRIPTOR.fields:  # type: ignore[attr-defined]
         row("docs/clients.md", field.name)
@@ -142,6 +148,8 @@ def test_ranges_are_those_that_are_checked() -> None:
             f"At most {validation.MAX_STOP_STRINGS}, each 1 to {validation.MAX_STOP_STRING_BYTES:,} bytes",
         ),
         ("token_ids", f"At most {validation.MAX_STOP_TOKENS}"),
+        ("messages", f"1 to {chat.MAX_MESSAGES:,} "),
+        ("tools", f"At most {chat.MAX_TOOLS} "),
         ("logprobs", f"0 to {validation.MAX_LOGPROBS}"),
         ("--max-prompt-bytes", f"{RouterConfig.max_prompt_bytes:,} bytes"),
         ("--max-concurrent-requests", f"{RouterConfig.max_concurrent_requests:,} "),
