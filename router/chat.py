@@ -7,7 +7,7 @@ from typing import Any, Final
 from pagoda.v1.inference_pb2 import Chat, ChatMessage, Tool, ToolCall
 from router.chat_template import RESERVED
 from router.errors import invalid
-from router.tool_calls import TOOL_NAME
+from router.tool_call_parser import TOOL_NAME
 
 MAX_MESSAGES: Final = 4096
 MAX_TOOLS: Final = 128
