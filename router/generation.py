@@ -7,7 +7,8 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from pagoda.scheduler.v1.scheduler_pb2 import RequestKey, RequestRefused, SequenceOutput, Submit
-from pagoda.v1.inference_pb2 import PriorOutput
+from pagoda.v1.inference_pb2 import PriorOutput, PromptLogprobs
+from pagoda.v1.sampling_pb2 import PositionLogprobs
 from router import metrics
 from router.errors import RETRYABLE, RequestError, from_refusal, unavailable
 from router.replicas import Replicas, choose
@@ -23,6 +24,7 @@ class Generation:
     Attributes:
         model_revision: Of the scheduler that accepted, or the client's; another one is never taken.
         cached_tokens: Prompt tokens found in the prefix cache at the first attempt.
+        prompt_logprobs: As far as they came; None if they weren't asked for.
     """
 
     def __init__(
@@ -38,6 +40,10 @@ class Generation:
         schedulers is borne; both in seconds."""
         self.model_revision = request.model_revision
         self.cached_tokens = 0
+        self.prompt_logprobs: PromptLogprobs | None = None
+        if request.prompt_logprobs is not None:
+            # The first token, which nothing precedes, is there already.
+            self.prompt_logprobs = PromptLogprobs(positions=[PositionLogprobs()])
         self._request = request
         self._replicas = replicas
         self._reconnect_timeout = reconnect_timeout
@@ -75,12 +81,14 @@ class Generation:
     async def take(self) -> list[SequenceOutput]:
         """What arrived since the last call, at most one per output; waits for some. Empty at the end.
 
+        Nothing is given out before the prompt's log-probabilities are whole, where they were asked for.
+
         Raises:
             RequestError: the scheduler gave it up, or none came back in time.
         """
-        while not self._pending:
+        while not self._pending or self._lacks_prompt_logprobs:
             if all(self._finished):
-                return []
+                break
             await self._advance()
         taken, self._pending = list(self._pending.values()), {}
         return taken
@@ -138,6 +146,12 @@ class Generation:
 
     def on_output(self, output: SequenceOutput) -> None:
         index = output.output_index
+        if self.prompt_logprobs is not None and output.prompt_logprobs:
+            self.prompt_logprobs.positions.extend(output.prompt_logprobs)
+            output.ClearField("prompt_logprobs")
+            self._wake.set()
+            if not output.token_ids:
+                return
         if index >= self._request.n or self._finished[index]:
             return
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
@@ -163,6 +177,18 @@ class Generation:
         if self._lost_at is None:
             self._lost_at = time.monotonic()
         self._wake.set()
+
+    @property
+    def _lacks_prompt_logprobs(self) -> bool:
+        logprobs = self.prompt_logprobs
+        return logprobs is not None and len(logprobs.positions) < len(self._request.prompt_token_ids)
+
+    def _request_prompt_logprobs(self) -> int | None:
+        """What an attempt is to be asked for: all of them again, unless they are whole."""
+        if self.prompt_logprobs is None or not self._lacks_prompt_logprobs:
+            return None
+        del self.prompt_logprobs.positions[1:]
+        return self._request.prompt_logprobs
 
     async def _advance(self) -> None:
         if self._error is None and self._connection is None:
@@ -224,6 +250,7 @@ class Generation:
             trace_context=self._trace_context,
             age=_duration(time.monotonic() - self._arrival),
             model_revision=self.model_revision,
+            prompt_logprobs=self._request_prompt_logprobs(),
         )
         if self._deadline is not None:
             submit.deadline_remaining.CopyFrom(_duration(self._deadline - time.monotonic()))

@@ -206,6 +206,13 @@ class Running:
             output.text = "".join(parts)
         return outputs
 
+    def prompt_logprobs(self) -> pb.PromptLogprobs | None:
+        """One position per prompt token, if they were asked for.
+
+        It fills as they come, and is whole once the first delta arrived or the request ended.
+        """
+        return self._generation.prompt_logprobs
+
     def accepted(self) -> pb.Accepted:
         """What a client needs to resume, and to know its prompt's size."""
         return pb.Accepted(

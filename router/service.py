@@ -79,12 +79,21 @@ class InferenceService:
     async def _generate(self, message: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         async with self._inference.accepted(message.spec, _caller(context)) as running:
             outputs = await running.whole()
-            return pb.GenerateResponse(accepted=running.accepted(), outputs=outputs, usage=running.usage())
+            return pb.GenerateResponse(
+                accepted=running.accepted(),
+                outputs=outputs,
+                usage=running.usage(),
+                prompt_logprobs=running.prompt_logprobs(),
+            )
 
     async def _generate_stream(self, message: pb.GenerateStreamRequest, context: Context) -> None:
         async with self._inference.accepted(message.spec, _caller(context)) as running:
             await self._write(context, pb.GenerateStreamResponse(accepted=running.accepted()))
+            prompt_logprobs = running.prompt_logprobs()
             async for delta in running.deltas():
+                if prompt_logprobs is not None:
+                    await self._write(context, pb.GenerateStreamResponse(prompt_logprobs=prompt_logprobs))
+                    prompt_logprobs = None
                 await self._write(context, pb.GenerateStreamResponse(delta=delta))
             await self._write(context, pb.GenerateStreamResponse(usage=running.usage()))
 

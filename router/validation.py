@@ -18,6 +18,8 @@ MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_BYTES: Final = 1024
 MAX_STOP_TOKENS: Final = 128
 MAX_LOGPROBS: Final = 20
+# Of one prompt: tokens times (1 + how many likeliest ones). About 4 MiB on the wire.
+MAX_PROMPT_LOGPROBS: Final = 2**18
 MAX_OUTPUTS: Final = 128
 MAX_BEAM_WIDTH: Final = 32
 MAX_PRIORITY: Final = 1000
@@ -66,6 +68,8 @@ class Request:
     prior_outputs: tuple[Prior, ...] = ()
     # The only one to take; empty: any.
     model_revision: str = ""
+    # How many likeliest tokens to give at each of the prompt's positions; None: no log-probabilities at all.
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,7 @@ async def validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) -
         )
     check_token_ids(prompt, limits.vocab_size, field)
     room = limits.max_model_len - len(prompt)
+    prompt_logprobs = _prompt_logprobs(spec, len(prompt))
     return Request(
         request_id=request_id,
         model=limits.model,
@@ -138,6 +143,7 @@ async def validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) -
         priority=spec.priority,
         cache_salt=spec.cache_salt,
         model_revision=spec.model_revision,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -163,7 +169,6 @@ def _refuse_unserved(spec: GenerateSpec) -> None:
         "adapter": spec.adapter,
         "sampling.logit_bias": spec.sampling.logit_bias,
         "stop.min_tokens": spec.stop.min_tokens,
-        "prompt_logprobs": spec.HasField("prompt_logprobs"),
     }
     for name, given in unserved_yet.items():
         if given:
@@ -229,6 +234,23 @@ def _sampling(given: SamplingParams) -> SamplingParams:
     if not filled.HasField("seed"):
         filled.seed = secrets.randbits(64)
     return filled  # type: ignore[no-any-return]
+
+
+def _prompt_logprobs(spec: GenerateSpec, prompt_length: int) -> int | None:
+    """None also for a request that is resumed with tokens: they came before the first of these."""
+    field, top = "spec.prompt_logprobs", spec.prompt_logprobs
+    if top > MAX_LOGPROBS:
+        raise invalid(field, f"{top} must be at most {MAX_LOGPROBS}")
+    if not spec.HasField("prompt_logprobs") or any(prior.token_ids for prior in spec.prior_outputs):
+        return None
+    if prompt_length * (1 + top) > MAX_PROMPT_LOGPROBS:
+        longest = MAX_PROMPT_LOGPROBS // (1 + top)
+        message = (
+            f"{prompt_length} prompt tokens times {1 + top} log-probabilities must be at most "
+            f"{MAX_PROMPT_LOGPROBS}; shorten the prompt to {longest} or ask for fewer"
+        )
+        raise invalid(field, message)
+    return top
 
 
 def _stop_strings(stop: StopConditions) -> tuple[str, ...]:

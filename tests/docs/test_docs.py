@@ -151,6 +151,7 @@ def test_ranges_are_those_that_are_checked() -> None:
         ("messages", f"1 to {chat.MAX_MESSAGES:,} "),
         ("tools", f"At most {chat.MAX_TOOLS} "),
         ("logprobs", f"0 to {validation.MAX_LOGPROBS}"),
+        ("prompt_logprobs", f"0 to {validation.MAX_LOGPROBS}"),
         ("--max-prompt-bytes", f"{RouterConfig.max_prompt_bytes:,} bytes"),
         ("--max-concurrent-requests", f"{RouterConfig.max_concurrent_requests:,} "),
         ("--max-waiting-requests", f"{SchedulerConfig.max_waiting_requests:,} "),
@@ -165,6 +166,10 @@ def test_limits_are_those_of_the_code(field: str, limit: str) -> None:
     ]
 
     assert any(limit in line for line in rows), rows
+
+
+def test_the_limit_of_prompt_logprobs_is_that_of_the_code() -> None:
+    assert f"at most {validation.MAX_PROMPT_LOGPROBS:,}." in prose("docs/clients.md")
 
 
 def test_the_limits_of_grpc_are_those_of_the_code() -> None:

@@ -99,6 +99,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         outstanding_tokens: int = 0,
         output_index: int = 0,
         score: float | None = None,
+        prompt_logprobs: Sequence[PositionLogprobs] = (),
     ) -> None:
         """One step's output for one request."""
         sequence = pb.SequenceOutput(
@@ -109,6 +110,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             cached_tokens=cached_tokens,
             output_index=output_index,
             score=score,
+            prompt_logprobs=prompt_logprobs,
         )
         load = pb.Load(outstanding_tokens=outstanding_tokens)
         self._outbox.put_nowait(pb.ServeResponse(outputs=pb.StepOutputs(sequences=[sequence], load=load)))

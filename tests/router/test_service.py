@@ -181,6 +181,46 @@ async def test_logprobs_stay_aligned_when_a_stop_string_cuts(client: Client) -> 
     assert len(output.token_ids) < len(answer)
 
 
+def position(token_id: int) -> PositionLogprobs:
+    return PositionLogprobs(chosen=TokenLogprob(token_id=token_id, logprob=-1))
+
+
+async def test_prompt_logprobs_come_once_and_whole_before_the_first_delta(client: Client) -> None:
+    call = stream(client, spec("quick fox", n=2, prompt_logprobs=0))
+    submit = await client.scheduler.accept(number=9)
+    prompt = list(submit.prompt_token_ids)
+    # The tokens of another output may overtake the last of them.
+    client.scheduler.send(submit, [], prompt_logprobs=[position(prompt[1])])
+    client.scheduler.send_plain(9, 1, ids("fox"))
+    client.scheduler.send(submit, ids("fox"), LENGTH, prompt_logprobs=[position(i) for i in prompt[2:]])
+    client.scheduler.send(submit, [EOS], STOP, output_index=1)
+    events = [event async for event in call]
+
+    kinds = [event.WhichOneof("event") for event in events]
+    assert kinds == ["accepted", "prompt_logprobs", *["delta"] * (len(kinds) - 3), "usage"]
+    positions = events[1].prompt_logprobs.positions
+    assert positions[0] == PositionLogprobs()
+    assert [p.chosen.token_id for p in positions[1:]] == prompt[1:]
+
+
+async def test_prompt_logprobs_are_asked_for_anew_until_they_are_whole(client: Client) -> None:
+    call = generate(client, spec("quick fox", prompt_logprobs=2))
+    first = await client.scheduler.accept()
+    prompt = list(first.prompt_token_ids)
+    whole = [position(token_id) for token_id in prompt[1:]]
+    client.scheduler.send(first, [], prompt_logprobs=whole[:1])
+    client.scheduler.drop()
+    second = await client.scheduler.accept()
+    client.scheduler.send(second, ids("fox")[:1], prompt_logprobs=whole)
+    client.scheduler.drop()
+    third = await client.scheduler.accept()
+    client.scheduler.send(third, [EOS], STOP)
+
+    assert list((await call).prompt_logprobs.positions) == [PositionLogprobs(), *whole]
+    assert [one.prompt_logprobs for one in (first, second)] == [2, 2]
+    assert not third.HasField("prompt_logprobs")
+
+
 async def test_cancel_frees_at_once(client: Client) -> None:
     call = stream(client, spec())
     submit = await client.scheduler.accept()

@@ -88,6 +88,7 @@ INVALID = [
     (sampling(repetition_penalty=0), "spec.sampling.repetition_penalty", "at least 0.01"),
     (sampling(repetition_penalty=-INF), "spec.sampling.repetition_penalty", "-inf"),
     (sampling(logprobs=21), "spec.sampling.logprobs", "21 must be at most 20"),
+    (GenerateSpec(token_ids=IDS, prompt_logprobs=21), "spec.prompt_logprobs", "21 must be at most 20"),
     (stop(max_tokens=0), "spec.stop.max_tokens", "at least 1"),
     (stop(strings=["a"] * 17), "spec.stop.strings", "17 stop strings, at most 16"),
     (stop(strings=["a", ""]), "spec.stop.strings[1]", "0 bytes"),
@@ -197,6 +198,23 @@ async def test_every_default_is_filled_in(prompts: PromptEncoder) -> None:
     assert request.max_tokens == 0
     assert request.stop_token_ids == {1}
     assert request.prompt_token_ids == (5, 6, 7)
+
+
+async def test_prompt_logprobs_of_a_long_prompt_are_bounded(prompts: PromptEncoder) -> None:
+    limits = Limits(model="tiny", max_model_len=20_000, vocab_size=420, eos_token_ids=())
+    spec = GenerateSpec(token_ids=TokenIds(ids=[5] * 12_483), prompt_logprobs=20)
+    assert (await validate(spec, limits, prompts)).prompt_logprobs == 20
+
+    spec.token_ids.ids.append(5)
+    with pytest.raises(RequestError, match=r"12484 prompt tokens times 21 .* at most 262144; .* to 12483"):
+        await validate(spec, limits, prompts)
+
+
+async def test_prompt_logprobs_came_before_the_tokens_of_a_resumed_request(prompts: PromptEncoder) -> None:
+    for token_ids, expected in (([], 3), ([4], None)):
+        spec = prior(PriorOutput(token_ids=token_ids))
+        spec.prompt_logprobs = 3
+        assert (await validate(spec, LIMITS, prompts)).prompt_logprobs == expected
 
 
 async def test_seed_and_request_id_are_drawn_anew_when_absent(prompts: PromptEncoder) -> None:
