@@ -98,14 +98,16 @@ def make_request(
         )
         # Resumed or not, it begins anew: only the scheduler that it ran on knew the beams.
         request.sequences = [Sequence(request, 0, list(submit.prompt_token_ids), max_length)]
-        return request
-    request.sequences = [
-        Sequence(request, index, list(submit.prompt_token_ids), max_length) for index in range(width)
-    ]
-    _resume(request, limits)
+    else:
+        request.sequences = [
+            Sequence(request, index, list(submit.prompt_token_ids), max_length) for index in range(width)
+        ]
+        _resume(request, limits)
+    going_on = [s for s in request.sequences if s.state is State.WAITING]
+    if going_on and submit.HasField("prompt_logprobs") and prompt_length > 1:
+        going_on[0].next_prompt_logprob = 1
     if not any(prior.token_ids for prior in submit.prior_outputs):
         # One computes the prompt, the others begin as its copies.
-        going_on = [s for s in request.sequences if s.state is State.WAITING]
         for sequence in going_on[1:]:
             sequence.state = State.FORKING
     return request

@@ -116,10 +116,10 @@ class BlockManager:
     # Sharing.
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Blocks that hold the sequence's first tokens already, leaving it one token to compute at least."""
+        """Blocks that hold the sequence's first tokens already, at most `max_prefix` of them."""
         sequence.hash_blocks(self.block_size)
         blocks = []
-        for content in sequence.block_hashes[: (sequence.length - 1) // self.block_size]:
+        for content in sequence.block_hashes[: sequence.max_prefix // self.block_size]:
             block = self.device.find(content)
             if block is None:
                 break

@@ -364,7 +364,7 @@ class Engine:
             outbox.flush(load)
 
     def _deliver(self, output: SequenceResult) -> None:
-        sequence, token_ids, finish_reason, sampled, score = output
+        sequence, token_ids, finish_reason, sampled, score, prompt_logprobs = output
         if not (
             finish_reason or sequence.reports_cached or sampled is None or _is_more_than_a_token(sampled)
         ):
@@ -376,7 +376,10 @@ class Engine:
             self._fail(request, RefusedError(grpc.StatusCode.INTERNAL, reason))
             return
         message = SequenceOutput(
-            key=request.submit.key, output_index=sequence.output_index, token_ids=token_ids
+            key=request.submit.key,
+            output_index=sequence.output_index,
+            token_ids=token_ids,
+            prompt_logprobs=prompt_logprobs,
         )
         if sequence.reports_cached:
             message.cached_tokens = sequence.cached_tokens or 0

@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Iterator
+from typing import Final
 
+from common.rpc import MAX_MESSAGE_BYTES
 from pagoda.scheduler.v1.scheduler_pb2 import (
     Load,
     RequestAccepted,
@@ -15,6 +17,8 @@ from pagoda.scheduler.v1.scheduler_pb2 import (
 
 # About a minute of a GPU's output to a router that reads nothing.
 MAX_PENDING_TOKENS = 1_000_000
+# Of one message with several outputs; an output's log-probabilities alone may take more.
+MAX_OUTPUTS_BYTES: Final = MAX_MESSAGE_BYTES // 2
 
 
 class Outbox:
@@ -65,7 +69,7 @@ class Outbox:
         waiting = self._outputs.setdefault(handle, output)
         if waiting is not output:
             waiting.MergeFrom(output)
-        self._pending_tokens += len(output.token_ids)
+        self._pending_tokens += len(output.token_ids) + len(output.prompt_logprobs)
 
     def flush(self, load: Load) -> None:
         """Lets the outputs go, with how busy the replica is."""
@@ -87,16 +91,24 @@ class Outbox:
         for accepted in self._accepted:
             yield ServeResponse(accepted=accepted)
         if self._outputs or self._handles:
-            outputs = StepOutputs(
-                handles=self._handles,
-                token_ids=self._token_ids,
-                sequences=self._outputs.values(),
-                load=self._load,
-            )
-            yield ServeResponse(outputs=outputs)
+            for outputs in self._step_outputs():
+                yield ServeResponse(outputs=outputs)
         for refused in self._refused:
             yield ServeResponse(refused=refused)
         yield from self._extra
         self._accepted, self._refused, self._outputs, self._extra = [], [], {}, []
         self._handles, self._token_ids = [], []
         self._pending_tokens = 0
+
+    def _step_outputs(self) -> Iterator[StepOutputs]:
+        """One message, or several where log-probabilities would make it too large for gRPC."""
+        outputs = StepOutputs(handles=self._handles, token_ids=self._token_ids, load=self._load)
+        size = outputs.ByteSize()
+        for output in self._outputs.values():
+            added = output.ByteSize()
+            if size + added > MAX_OUTPUTS_BYTES:
+                yield outputs
+                outputs, size = StepOutputs(load=self._load), 0
+            outputs.sequences.append(output)
+            size += added
+        yield outputs

@@ -1,9 +1,11 @@
 """A request and its sequences, as the scheduler knows them."""
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pagoda.scheduler.v1.scheduler_pb2 import Submit
+from pagoda.v1.sampling_pb2 import PositionLogprobs
 from scheduler.beam_search import BeamSearch, Candidate
 from scheduler.block_hash import block_hash
 from scheduler.outbox import Outbox
@@ -52,6 +54,9 @@ class Sequence:
     # be told.
     candidates: list[Candidate] | None = None
     next_token: int | None = None
+    # The first prompt token whose log-probability is still to be reported; 0: none is. Of a request's
+    # sequences, one reports them.
+    next_prompt_logprob: int = 0
 
     @property
     def handle(self) -> int:
@@ -82,6 +87,24 @@ class Sequence:
     def decoding(self) -> bool:
         """Whether the next step computes just the token that was sampled last."""
         return self.num_uncomputed == 1
+
+    @property
+    def max_prefix(self) -> int:
+        """Tokens that needn't be computed where their K and V are found: the last one, and that before a
+        log-probability to be reported, must be."""
+        return self.next_prompt_logprob - 1 if self.next_prompt_logprob else self.length - 1
+
+    def take_prompt_logprobs(
+        self, start: int, positions: Iterable[PositionLogprobs]
+    ) -> list[PositionLogprobs]:
+        """Of the log-probabilities of the prompt's tokens after `start`, those that weren't reported yet."""
+        first = self.next_prompt_logprob
+        if not first or self.state is State.FINISHED:
+            return []
+        unreported = list(positions)[first - start - 1 :]
+        first += len(unreported)
+        self.next_prompt_logprob = first if first < self.request.prompt_length else 0
+        return unreported
 
     def hash_blocks(self, block_size: int) -> None:
         """Hashes the blocks that became full since the last call."""

@@ -18,6 +18,7 @@ from pagoda.v1.inference_pb2 import (
     FINISH_REASON_UNSPECIFIED,
     FinishReason,
 )
+from pagoda.v1.sampling_pb2 import PositionLogprobs
 from scheduler.beam_search import Candidate
 from scheduler.block_manager import BlockManager
 from scheduler.request import Request, Sequence, State
@@ -50,13 +51,17 @@ class Limits:
 
 
 class SequenceResult(NamedTuple):
-    """What one step gave one sequence: new tokens, and what ended it if something did."""
+    """What one step gave one sequence: new tokens, and what ended it if something did.
+
+    Or, without a token, log-probabilities of its prompt.
+    """
 
     sequence: Sequence
     token_ids: list[int]
     finish_reason: FinishReason.ValueType
     sampled: Sampled | None = None
     score: float | None = None
+    prompt_logprobs: Iterable[PositionLogprobs] = ()
 
 
 class Scheduler:
@@ -109,6 +114,7 @@ class Scheduler:
             # Their leader is gone before it could be copied.
             heir = request.forking[0]
             heir.state = State.WAITING
+            heir.next_prompt_logprob = sequence.next_prompt_logprob
             insort(self.waiting, heir, key=rank_of)
 
     def _set_claim(self, request: Request, claim: int) -> None:
@@ -250,7 +256,7 @@ class Scheduler:
 
     def _is_being_computed(self, sequence: Sequence, index: int, prefills: list[Sequence]) -> bool:
         """Whether a running prefill is about to compute the very block that this one needs next."""
-        if index >= (sequence.length - 1) // self.limits.block_size:
+        if index >= sequence.max_prefix // self.limits.block_size:
             return False
         wanted = sequence.block_hashes[index]
         return any(index < len(s.block_hashes) and s.block_hashes[index] == wanted for s in prefills)
@@ -285,6 +291,8 @@ class Scheduler:
             length = sequence.length
             if sequence.num_computed + 1 == length and length > sequence.request.prompt_length:
                 plan.num_decode_tokens += 1
+            if sequence.next_prompt_logprob:
+                plan.prompt_chunks[sequence.slot] = (sequence, sequence.num_computed)
             sequence.num_computed += count
             self.blocks.register_full(sequence)
             if sequence.num_computed == length:
@@ -315,6 +323,11 @@ class Scheduler:
     def process(self, plan: StepPlan, response: ExecuteResponse) -> list[SequenceResult]:
         """Takes the result of the oldest step in flight. A token of a sequence that has ended is dropped."""
         results: list[SequenceResult] = []
+        for chunk in response.prompt_logprobs:
+            sequence, start = plan.prompt_chunks.get(chunk.slot, (None, 0))
+            if sequence and (logprobs := sequence.take_prompt_logprobs(start, chunk.positions)):
+                reason = FINISH_REASON_UNSPECIFIED
+                results.append(SequenceResult(sequence, [], reason, prompt_logprobs=logprobs))
         searching: dict[Request, None] = {}
         for sequence, sampled in zip(plan.sampling, response.sampled, strict=True):
             if sequence.state is State.FINISHED:

@@ -11,12 +11,14 @@ from scheduler.request import Sequence
 class StepPlan:
     """One step that was sent: results are matched to this, never to whatever holds a slot by then.
 
-    `sampling` are the sequences that sample, in the order of the result.
+    `sampling` are the sequences that sample, in the order of the result. `prompt_chunks` are, by slot, those
+    that have log-probabilities of their prompt to report, with how many tokens were computed before the step.
     """
 
     command: ExecuteRequest
     scheduled: list[tuple[Sequence, int]]
     sampling: list[Sequence] = field(default_factory=list)
+    prompt_chunks: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
     num_decode_tokens: int = 0
 
     @property
@@ -68,6 +70,7 @@ def _join(sequence: Sequence, with_tokens: bool = True) -> Join:
         output_index=sequence.output_index,
         adapter=request.submit.adapter,
         num_candidates=request.beams.num_candidates if request.beams else 0,
+        prompt_logprobs=request.submit.prompt_logprobs if sequence.next_prompt_logprob else None,
     )
 
 

@@ -7,8 +7,15 @@ two sequences or missing from a table changes the output.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pagoda.shard.v1.shard_pb2 import ConfigureRequest, ExecuteRequest, ExecuteResponse, Join, Sampled
-from pagoda.v1.sampling_pb2 import TokenLogprob
+from pagoda.shard.v1.shard_pb2 import (
+    ConfigureRequest,
+    ExecuteRequest,
+    ExecuteResponse,
+    Join,
+    PromptLogprobs,
+    Sampled,
+)
+from pagoda.v1.sampling_pb2 import PositionLogprobs, TokenLogprob
 from scheduler.beam_search import BeamSearch, Candidate
 
 VOCAB_SIZE = 1000
@@ -36,6 +43,12 @@ def next_candidates(tokens: Sequence[int], count: int) -> list[Candidate]:
         logprob -= 0.05 + value / (1 << 31)
         candidates.append(Candidate((value + rank) % VOCAB_SIZE, logprob))
     return candidates
+
+
+def prompt_logprob(tokens: Sequence[int], position: int) -> PositionLogprobs:
+    """Of the token at a position of a prompt, after those before it."""
+    logprob = -_mix(tokens[:position], 0)
+    return PositionLogprobs(chosen=TokenLogprob(token_id=tokens[position], logprob=logprob))
 
 
 def expected_output(
@@ -67,6 +80,8 @@ class FakeSlot:
     num_candidates: int
     computed: int = 0
     block_table: list[int] = field(default_factory=list)
+    # Of the prompt, if its log-probabilities are wanted.
+    prompt_length: int = 0
 
 
 class FakeShard:
@@ -126,6 +141,7 @@ class FakeShard:
         written: set[tuple[int, int]] = set()
         rows: dict[int, list[int]] = {}
         sampled = []
+        prompt_logprobs = []
         for scheduled in command.scheduled:
             slot = self.slots[scheduled.slot]
             end = slot.computed + scheduled.num_tokens
@@ -135,6 +151,10 @@ class FakeShard:
                 assert (block, offset) not in written, "two sequences write one token slot"
                 written.add((block, offset))
                 self.blocks[block][offset] = slot.tokens[position]
+            known = range(slot.computed + 1, min(end + 1, slot.prompt_length))
+            if known:
+                positions = [prompt_logprob(slot.tokens, position) for position in known]
+                prompt_logprobs.append(PromptLogprobs(slot=scheduled.slot, positions=positions))
             slot.computed = end
             self.computed_tokens += scheduled.num_tokens
             if end == len(slot.tokens):
@@ -151,7 +171,9 @@ class FakeShard:
             for target in fork.targets:
                 self._join(target, self.slots[fork.source_slot].tokens[:-1])
                 sampled.append(self._sample(target.slot, rows[fork.source_slot]))
-        return ExecuteResponse(epoch=command.epoch, step=command.step, sampled=sampled)
+        return ExecuteResponse(
+            epoch=command.epoch, step=command.step, sampled=sampled, prompt_logprobs=prompt_logprobs
+        )
 
     def _sample(self, index: int, row: list[int]) -> Sampled:
         slot = self.slots[index]
@@ -173,4 +195,5 @@ class FakeShard:
             join.num_candidates,
             join.computed_length,
             list(join.block_ids),
+            join.prompt_length if join.HasField("prompt_logprobs") else 0,
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 from pagoda.scheduler.v1.scheduler_pb2 import RequestKey, Submit
 from pagoda.v1.inference_pb2 import BeamSearch, FinishReason
-from pagoda.v1.sampling_pb2 import SamplingParams
+from pagoda.v1.sampling_pb2 import PositionLogprobs, SamplingParams
 from scheduler.admission import make_request
 from scheduler.invariants import check
 from scheduler.outbox import Outbox
@@ -70,6 +70,7 @@ class Harness:
         self.requests: dict[str, Request] = {}
         # By request and output.
         self.all_outputs: dict[tuple[str, int], list[int]] = {}
+        self.prompt_logprobs: dict[str, list[PositionLogprobs]] = {}
         self.scores: dict[tuple[str, int], float] = {}
         self.reasons: dict[str, FinishReason.ValueType] = {}
         self.in_flight: deque[StepPlan] = deque()
@@ -123,6 +124,9 @@ class Harness:
         plan = self.in_flight.popleft()
         for output in self.scheduler.process(plan, self.shard.execute(plan.command)):
             key = (output.sequence.request.key[0], output.sequence.output_index)
+            self.prompt_logprobs.setdefault(key[0], []).extend(output.prompt_logprobs)
+            if not output.token_ids and output.prompt_logprobs:
+                continue
             self.all_outputs[key] += output.token_ids
             if output.finish_reason:
                 self.reasons[key[0]] = output.finish_reason

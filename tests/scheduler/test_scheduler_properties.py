@@ -6,9 +6,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from pagoda.v1.sampling_pb2 import PositionLogprobs
 from scheduler.beam_search import BeamSearch
 from scheduler.invariants import check
-from tests.scheduler.fake_shard import expected_beams, expected_output
+from tests.scheduler.fake_shard import expected_beams, expected_output, prompt_logprob
 from tests.scheduler.harness import Harness, limits, submit
 
 
@@ -21,6 +22,12 @@ class Wanted:
     stop: frozenset[int]
     n: int
     beam_width: int
+    prompt_logprobs: int | None = None
+
+    def known_prompt(self) -> list[PositionLogprobs]:
+        """The log-probabilities of its prompt, if they are wanted."""
+        known = range(1, len(self.prompt)) if self.prompt_logprobs is not None else ()
+        return [prompt_logprob(self.prompt, position) for position in known]
 
     def outputs(self) -> list[list[int]]:
         """What it gives when it runs alone, with unlimited memory."""
@@ -69,8 +76,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.wanted: dict[str, Wanted] = {}
         self.cancelled: set[str] = set()
 
-    @rule(data=st.data(), token=st.integers(0, 2), stops=st.booleans(), kind=st.sampled_from("111nnb"))
-    def arrive(self, data: st.DataObject, token: int, stops: bool, kind: str) -> None:
+    @rule(
+        data=st.data(),
+        token=st.integers(0, 2),
+        stops=st.booleans(),
+        kind=st.sampled_from("111nnb"),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+    )
+    def arrive(
+        self, data: st.DataObject, token: int, stops: bool, kind: str, prompt_logprobs: int | None
+    ) -> None:
         lim = self.harness.limits
         width = 1 if kind == "1" else data.draw(st.integers(1, lim.max_num_seqs), label="sequences")
         beam_width = width if kind == "b" else 0
@@ -88,8 +103,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             output = Wanted(prompt, max_tokens, stop, 1, beam_width).outputs()[0]
             stop = frozenset([output[len(output) // 2]])
         name = f"request {len(self.wanted)}"
-        self.wanted[name] = Wanted(prompt, max_tokens, stop, n, beam_width)
-        message = submit(name, prompt, max_tokens, tuple(stop), n, beam_width)
+        self.wanted[name] = Wanted(prompt, max_tokens, stop, n, beam_width, prompt_logprobs)
+        message = submit(
+            name, prompt, max_tokens, tuple(stop), n, beam_width, prompt_logprobs=prompt_logprobs
+        )
         self.harness.add(message, arrival=len(self.wanted))
 
     @precondition(lambda self: len(self.harness.in_flight) < self.depth)
@@ -150,6 +167,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert got == expected[: len(got)]
                 else:
                     assert got == expected
+            known, reported = wanted.known_prompt(), self.harness.prompt_logprobs.get(name, [])
+            assert reported == (known[: len(reported)] if name in self.cancelled else known)
 
 
 SchedulerMachine.TestCase.settings = settings(

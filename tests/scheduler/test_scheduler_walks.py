@@ -61,10 +61,12 @@ class Walk:
             output = Wanted(prompt, max_tokens, stop, 1, beam_width).outputs()[0]
             stop = frozenset([output[len(output) // 2]])
         name = f"request {len(self.wanted)}"
-        self.wanted[name] = Wanted(prompt, max_tokens, stop, n, beam_width)
-        self.harness.add(
-            submit(name, prompt, max_tokens, tuple(stop), n, beam_width), arrival=len(self.wanted)
+        prompt_logprobs = self.random.choice([None, None, 0])
+        self.wanted[name] = Wanted(prompt, max_tokens, stop, n, beam_width, prompt_logprobs)
+        message = submit(
+            name, prompt, max_tokens, tuple(stop), n, beam_width, prompt_logprobs=prompt_logprobs
         )
+        self.harness.add(message, arrival=len(self.wanted))
 
     def send(self) -> None:
         if len(self.harness.in_flight) < self.depth:
@@ -105,6 +107,8 @@ class Walk:
             for index, expected in enumerate(wanted.outputs()):
                 got = self.harness.all_outputs[name, index]
                 assert got == (expected[: len(got)] if name in self.cancelled else expected), (name, index)
+            known, reported = wanted.known_prompt(), self.harness.prompt_logprobs.get(name, [])
+            assert reported == (known[: len(reported)] if name in self.cancelled else known), name
 
 
 @pytest.mark.parametrize("batch", range(10))
