@@ -14,6 +14,7 @@ from pagoda.shard.v1.shard_pb2 import BlockCopy, ConfigureRequest, ExecuteReques
 from shard import decode_graphs, kv_cache, metrics, warm_up
 from shard.decode_graphs import Capture, DecodeGraphs
 from shard.models import DecoderModel
+from shard.prompt_logprobs import PromptLogprobs
 from shard.results import StepResult, Stopwatch
 from shard.rope import rotary_tables
 from shard.sampler import SampleResult, SamplingBatch, sample
@@ -150,7 +151,7 @@ class StepExecutor:
         if not step.slots:
             return result
         watch.mark()
-        logits = self._replay(graphs, step, sent) if graphs else self._forward(step, sent)
+        logits = self._replay(graphs, step, sent) if graphs else self._forward(step, sent, result)
         watch.mark()
         if step.rows:
             if step.fork_rows:
@@ -164,7 +165,8 @@ class StepExecutor:
         return result
 
     def _padded_size(self, step: Step) -> int | None:
-        decodes_only = step.num_tokens == len(step.slots) > 0
+        # A chunk of one token looks like a decode, but its hidden states may be wanted too.
+        decodes_only = step.num_tokens == len(step.slots) > 0 and not step.prompt_chunks
         return self._graphs.padded_size(len(step.slots)) if self._graphs and decodes_only else None
 
     def _send(self, step: Step) -> "_Sent":
@@ -189,8 +191,8 @@ class StepExecutor:
         logits = graphs.replay(step.seq_lens)[: step.num_tokens]
         return logits.index_select(0, sent.rows) if sent.rows.numel() else logits
 
-    def _forward(self, step: Step, sent: "_Sent") -> Tensor:
-        """Logits of `step.rows`."""
+    def _forward(self, step: Step, sent: "_Sent", result: StepResult) -> Tensor:
+        """Logits of `step.rows`. Log-probabilities of prompts go to `result`."""
         block_size = self._pool_shape[2]
         tables = self._slots.block_tables[:, : -(-max(step.seq_lens) // block_size)]
         tables = tables.index_select(0, sent.slots)
@@ -201,6 +203,10 @@ class StepExecutor:
             batch = AttentionBatch.build(tables, step.query_lens, step.seq_lens, block_size)
             owners = sent.slots.index_select(0, batch.owners)
         hidden = self._run(owners, batch)
+        if step.prompt_chunks:
+            result.prompt_logprobs = PromptLogprobs(
+                step.prompt_chunks, self._slots.token_ids, hidden, self.model.compute_logits
+            )
         if sent.rows.numel():
             hidden = hidden.index_select(0, sent.rows)
         return self.model.compute_logits(hidden) if step.rows else hidden

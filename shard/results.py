@@ -6,9 +6,12 @@ from itertools import pairwise
 
 import torch
 
+from pagoda.shard.v1 import shard_pb2
 from pagoda.shard.v1.shard_pb2 import ExecuteResponse, Sampled
 from pagoda.v1.sampling_pb2 import PositionLogprobs, TokenLogprob
-from shard.sampler import RowLogprobs, SampledToken, SampleResult
+from shard.logprobs import RowLogprobs
+from shard.prompt_logprobs import PromptLogprobs
+from shard.sampler import SampledToken, SampleResult
 
 
 class Stopwatch:
@@ -48,6 +51,7 @@ class StepResult:
     samples: SampleResult | None = None
     # Per slot, how many candidates its beam wants; 0: the log-probabilities are for the client.
     num_candidates: list[int] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
 
     def to_proto(self) -> ExecuteResponse:
         """Waits for the device, also where nothing is sampled: the scheduler counts steps in flight."""
@@ -62,6 +66,12 @@ class StepResult:
             ],
             compute_seconds=compute_seconds,
             sample_seconds=sample_seconds,
+            prompt_logprobs=[
+                shard_pb2.PromptLogprobs(
+                    slot=slot, positions=[_logprobs(token.token_id, token.logprobs) for token in tokens_known]
+                )
+                for slot, tokens_known in (self.prompt_logprobs.fetch() if self.prompt_logprobs else ())
+            ],
         )
 
 

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from shard.download import Download
+from shard.logprobs import RowLogprobs, greatest, log_probabilities
 from shard.philox import uniform
 
 # Sums of up to 2**19 tokens stay below 2**53, up to where float64 holds every whole number.
@@ -195,15 +197,6 @@ def _truncation(draws: list[int], drawn: Sequence[SamplingParams], device: torch
 
 
 @dataclass(frozen=True)
-class RowLogprobs:
-    """Natural logarithms of probabilities from the raw logits, before penalties and temperature."""
-
-    chosen: float
-    top: list[tuple[int, float]]
-    """(token id, log-probability): the likeliest first, ties by token id."""
-
-
-@dataclass(frozen=True)
 class SampledToken:
     """One row's result on the host."""
 
@@ -222,29 +215,22 @@ class SampleResult:
     """int64 [rows], on the device."""
     invalid: Tensor
     """bool [rows], on the device."""
-    _packed: Tensor
-    _copied: torch.cuda.Event | None
+    _download: Download
     _logprobs: _LogprobRows | None
 
     def fetch(self) -> list[SampledToken]:
         """The result on the host, row by row."""
-        if self._copied is not None:
-            self._copied.synchronize()
         rows = len(self.token_ids)
-        packed = self._packed.tolist()
+        packed = self._download.fetch()
         token_ids, invalid, rest = packed[:rows], packed[rows : 2 * rows], packed[2 * rows :]
         logprobs: dict[int, RowLogprobs] = {}
         if self._logprobs is not None:
             asking = len(self._logprobs.rows)
-            # Per row: the chosen one's logprob, then ids, then their logprobs.
             fields = len(rest) // asking
-            width = fields // 2
             for index, (row, count) in enumerate(
                 zip(self._logprobs.rows, self._logprobs.counts, strict=True)
             ):
-                chosen, *top = rest[index * fields : (index + 1) * fields]
-                pairs = zip(map(int, top[:width]), top[width:], strict=True)
-                logprobs[row] = RowLogprobs(chosen, [*pairs][:count])
+                logprobs[row] = RowLogprobs.unpack(rest[index * fields : (index + 1) * fields], count)
         return [
             SampledToken(int(token), not bad, None if bad else logprobs.get(row))
             for row, (token, bad) in enumerate(zip(token_ids, invalid, strict=True))
@@ -266,18 +252,10 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampleResult:
 
     parts = [token_ids.double(), invalid.double()]
     if batch.logprobs is not None:
-        parts.append(_logprobs(logits, token_ids, batch.logprobs).flatten())
-    return SampleResult(token_ids, invalid, *_to_host(torch.cat(parts)), batch.logprobs)
-
-
-def _to_host(packed: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    if packed.device.type == "cpu":
-        return packed, None
-    host = torch.empty_like(packed, device="cpu", pin_memory=True)
-    host.copy_(packed, non_blocking=True)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record(torch.cuda.current_stream(packed.device))
-    return host, copied
+        rows = torch.tensor(batch.logprobs.rows, device=logits.device)
+        width = max(batch.logprobs.counts)
+        parts.append(log_probabilities(logits[rows], token_ids[rows], width).flatten())
+    return SampleResult(token_ids, invalid, Download(torch.cat(parts)), batch.logprobs)
 
 
 def _penalise(logits: Tensor, penalties: _Penalties) -> Tensor:
@@ -335,7 +313,7 @@ def _truncate(scores: Tensor, truncation: _Truncation) -> Tensor:
     cumulative = weights.cumsum(-1)
     enough = truncation.top_p * cumulative.gather(-1, top_k - 1)
     count = (cumulative - weights < enough).sum(-1, keepdim=True)
-    kept = _first(scores, ordered, torch.minimum(count, top_k).clamp(min=1))
+    kept = greatest(scores, ordered, torch.minimum(count, top_k).clamp(min=1))
     return scores.masked_fill(~kept, -torch.inf)
 
 
@@ -347,30 +325,3 @@ def _descending(scores: Tensor, width: int) -> Tensor:
         # numpy's vectorised sort takes a twenty-fifth of the time of torch's.
         return torch.from_numpy(np.sort(scores.numpy())).flip(-1)
     return scores.sort(descending=True).values
-
-
-def _first(scores: Tensor, ordered: Tensor, count: Tensor) -> Tensor:
-    """Which are the `count` [t, 1] greatest of `scores`, as bool [t, vocab]; of equals, the lowest ids."""
-    border = ordered.gather(-1, count - 1)
-    spare = count - (ordered > border).sum(-1, keepdim=True)
-    tied = scores == border
-    return (scores > border) | (tied & (tied.cumsum(-1, dtype=torch.int32) <= spare))
-
-
-def _logprobs(logits: Tensor, token_ids: Tensor, asking: _LogprobRows) -> Tensor:
-    """float64 [asking rows, 1 + 2 * width]: the chosen one's, then ids and theirs of the likeliest."""
-    rows = torch.tensor(asking.rows, device=logits.device)
-    logprobs = logits[rows].log_softmax(-1)
-    chosen = logprobs.gather(-1, token_ids[rows].unsqueeze(-1))
-    vocab = logits.shape[-1]
-    width = min(max(asking.counts), vocab)
-    if not width:
-        return chosen.double()
-    ordered = logprobs.topk(width).values
-    count = torch.full_like(rows, width).unsqueeze(-1)
-    kept = _first(logprobs, ordered, count)
-    ids = torch.where(kept, torch.arange(vocab, device=logits.device), vocab)
-    ids = ids.topk(width, largest=False, sorted=True).values.clamp_(max=vocab - 1)
-    ranks = logprobs.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
-    ids = ids.gather(-1, ranks)
-    return torch.cat((chosen.double(), ids.double(), logprobs.gather(-1, ids).double()), dim=-1)

@@ -30,9 +30,25 @@ class Slot:
     """Tokens, the last sampled one included."""
     computed: int
     """Tokens whose K and V are written."""
+    prompt_logprobs: int | None = None
+    """How many likeliest tokens are wanted beside each of the prompt; None: no log-probabilities of it."""
     num_blocks: int = 0
     room: int = 0
     """How many tokens can be computed: they fit its blocks, and one more the longest length."""
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """`count` tokens of a slot's prompt, from `position` on, whose log-probabilities a step makes known.
+
+    `row`: of the token before the first of them. `width`: how many likeliest tokens are wanted beside each.
+    """
+
+    slot: int
+    position: int
+    count: int
+    row: int
+    width: int
 
 
 @dataclass
@@ -53,6 +69,7 @@ class Step:
     """If anything forks: for each of `sampling_slots` the index in `rows` of its logits."""
     fork_sources: list[int] = field(default_factory=list)
     fork_targets: list[int] = field(default_factory=list)
+    prompt_chunks: list[PromptChunk] = field(default_factory=list)
 
     def pad(self, size: int | None) -> bool:
         """Adds sequences of length 0 up to `size` slots, if it is given; whether it is."""
@@ -171,6 +188,11 @@ class Slots:
             computed = slot.computed + count
             if not count or computed > slot.length or computed > slot.room:
                 raise StepError(f"slot {index} can't compute {count} tokens: {slot}")
+            if slot.prompt_logprobs is not None and slot.computed < slot.prompt_length - 1:
+                first = slot.computed + 1
+                known = min(computed + 1, slot.prompt_length) - first
+                chunk = PromptChunk(index, first, known, step.num_tokens, slot.prompt_logprobs)
+                step.prompt_chunks.append(chunk)
             slot.computed = computed
             step.slots.append(index)
             step.query_lens.append(count)
@@ -225,6 +247,7 @@ class Slots:
             prompt_length=join.prompt_length,
             length=length,
             computed=join.computed_length,
+            prompt_logprobs=join.prompt_logprobs if join.HasField("prompt_logprobs") else None,
         )
         self._update_blocks(join.slot, 0, join.block_ids)
 

@@ -111,6 +111,7 @@ class Generated:
     outputs: dict[int, list[int]] = field(default_factory=dict)
     scores: dict[int, float] = field(default_factory=dict)
     cached_tokens: int = 0
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
 
 
 GREEDY = SamplingParams(temperature=0, top_p=1, repetition_penalty=1)
@@ -124,6 +125,7 @@ def request(
     stop: Sequence[int] = (),
     n: int = 1,
     beam_search: BeamSearch | None = None,
+    **fields: Any,
 ) -> Submit:
     return Submit(
         key=RequestKey(request_id=name, attempt=1),
@@ -133,6 +135,7 @@ def request(
         stop_token_ids=stop,
         n=n,
         beam_search=beam_search,
+        **fields,
     )
 
 
@@ -171,6 +174,7 @@ async def generate(engine: Engine, submits: Sequence[Submit]) -> dict[str, Gener
                 unfinished -= {key for key in unfinished if key[0] == message.refused.key.request_id}
             for output in reader.read(message):
                 result = results[output.key.request_id]
+                result.prompt_logprobs += output.prompt_logprobs
                 tokens = result.outputs.setdefault(output.output_index, [])
                 tokens += output.token_ids
                 if output.output_index == 0:

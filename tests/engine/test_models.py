@@ -99,6 +99,28 @@ async def test_logprobs_equal_those_of_transformers(tmp_path: Path) -> None:
             assert [one.logprob for one in position.top] == pytest.approx(top.values.tolist(), abs=1e-4)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+async def test_prompt_logprobs_equal_those_of_transformers(tmp_path: Path, n: int) -> None:
+    model = tiny_model(tmp_path)
+    prompts = {f"r{length}": random_tokens(length, seed=length) for length in PROMPT_LENGTHS}
+
+    async with engine_on(InProcessShard(tmp_path), **SMALL_POOL) as engine:
+        submits = [request(key, prompt, 20 // n, n=n, prompt_logprobs=5) for key, prompt in prompts.items()]
+        results = await generate(engine, submits)
+        assert engine.scheduler
+        assert engine.scheduler.totals.preemptions > 0
+
+    for key, prompt in prompts.items():
+        reference = oracle_logits(model, prompt).log_softmax(-1)
+        positions = results[key].prompt_logprobs
+        for row, token, position in zip(reference[:-1], prompt[1:], positions, strict=True):
+            assert position.chosen.token_id == token
+            assert position.chosen.logprob == pytest.approx(float(row[token]), abs=1e-4)
+            top = row.topk(5)
+            assert [one.token_id for one in position.top] == top.indices.tolist()
+            assert [one.logprob for one in position.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
 async def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_after_preemption(tmp_path: Path) -> None:
     tiny_model(tmp_path)
     shard = InProcessShard(tmp_path)

@@ -1,6 +1,7 @@
 """A tiny model that shard tests share; loading is what costs."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,13 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     tiny_model(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_folder: Path) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(tiny_folder).eval()
 
 
 @pytest.fixture

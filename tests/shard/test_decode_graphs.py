@@ -187,6 +187,24 @@ def test_padded_steps_equal_eager_ones(folder: Path, monkeypatch: pytest.MonkeyP
     assert recorder.replayed == [1, 2, 1, 3, 2, 2, 2]
 
 
+def test_one_token_of_a_prompt_runs_eagerly_for_its_logprobs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernels.cpu.library.load", lambda: None)
+    recorder = Recorder()
+    eager, graphed = executors(folder, CPU, lambda: recorder)
+    recorder.replayed.clear()
+    asking = join(0, random_tokens(2), 0)
+    asking.prompt_logprobs = 3
+    command = ExecuteRequest(joins=[asking], scheduled=scheduled(0))
+
+    result = graphed.execute(command).to_proto()
+
+    assert len(result.prompt_logprobs[0].positions) == 1
+    assert list(result.prompt_logprobs) == list(eager.execute(command).to_proto().prompt_logprobs)
+    assert not recorder.replayed
+
+
 def test_graphs_are_kept_with_the_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.cpu.library.load", lambda: None)
     recorders: list[Recorder] = []

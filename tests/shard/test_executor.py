@@ -1,6 +1,5 @@
 """Step commands, one by one, as the contract states them."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,13 +52,6 @@ def step(executor: StepExecutor, **fields: Any) -> dict[int, int]:
     scheduled = [Scheduled(slot=slot, num_tokens=count) for slot, count in counts.items()]
     response = executor.execute(ExecuteRequest(scheduled=scheduled, **fields)).to_proto()
     return {sampled.slot: sampled.token_id for sampled in response.sampled}
-
-
-@pytest.fixture(scope="session")
-def reference(tiny_folder: Path) -> Any:
-    import transformers
-
-    return transformers.AutoModelForCausalLM.from_pretrained(tiny_folder).eval()
 
 
 def best(reference: Any, tokens: list[int]) -> int:

@@ -17,8 +17,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from shard.logprobs import RowLogprobs
 from shard.philox import uniform
-from shard.sampler import RowLogprobs, SampledToken, SampleResult, SamplingBatch, SamplingParams, sample
+from shard.sampler import SampledToken, SampleResult, SamplingBatch, SamplingParams, sample
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0)
