@@ -242,6 +242,7 @@ class Generation:
             prompt_token_ids=request.prompt_token_ids,
             sampling=request.sampling,
             max_tokens=request.max_tokens,
+            min_tokens=request.min_tokens,
             stop_token_ids=sorted(request.stop_token_ids),
             n=request.n,
             beam_search=request.beam_search,

@@ -11,7 +11,7 @@ from router.validation import Request
 
 
 class Output:
-    """Detokenises one output and ends it at a stop string.
+    """Detokenises one output and ends it at a stop string that ends after its first `min_tokens` tokens.
 
     Attributes:
         num_tokens: Prior ones and the one that ended it included.
@@ -23,6 +23,7 @@ class Output:
         self.finished = False
         self._index = index
         self._detokenizer = detokenizer
+        self._min_tokens = request.min_tokens
         self._stops = StopMatcher(request.stop_strings, include=request.include_stop_string)
 
     def prime(self, token_ids: Iterable[int], finished: bool) -> None:
@@ -32,8 +33,7 @@ class Output:
             RequestError: a stop string ended it long ago, but it isn't marked as finished.
         """
         for token_id in token_ids:
-            self.num_tokens += 1
-            self._stops.push(self._detokenizer.push(token_id))
+            self._push(token_id)
         self.finished = finished
         if self._stops.matched is not None and not finished:
             message = f"output {self._index} holds the stop string {self._stops.matched!r}: set finished"
@@ -43,11 +43,10 @@ class Output:
         """What the tokens that arrived make certain."""
         texts: list[str] = []
         for token_id in arrived.token_ids:
-            texts.append(self._stops.push(self._detokenizer.push(token_id)))
+            texts.append(self._push(token_id))
             if self._stops.matched is not None:
                 break
         count = len(texts)
-        self.num_tokens += count
         delta = OutputDelta(
             index=self._index,
             token_ids=arrived.token_ids[:count],
@@ -55,7 +54,7 @@ class Output:
             finish_reason=arrived.finish_reason,
         )
         if self._stops.matched is None and arrived.finish_reason:
-            texts.append(self._stops.push(self._detokenizer.flush()))
+            texts.append(self._stops.push(self._detokenizer.flush(), count=self._may_stop))
             texts.append(self._stops.flush())
         if self._stops.matched is not None:
             delta.finish_reason = FinishReason.FINISH_REASON_STOP
@@ -67,3 +66,11 @@ class Output:
         delta.text = "".join(texts)
         self.finished = delta.finish_reason != 0
         return delta
+
+    @property
+    def _may_stop(self) -> bool:
+        return self.num_tokens > self._min_tokens
+
+    def _push(self, token_id: int) -> str:
+        self.num_tokens += 1
+        return self._stops.push(self._detokenizer.push(token_id), count=self._may_stop)

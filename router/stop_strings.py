@@ -20,9 +20,12 @@ class _Automaton:
         return matched + (self.stop[matched] == character)
 
     def push(self, character: str) -> bool:
-        """Whether the stop string is complete with this character. Not to be called after that."""
+        """Whether the stop string is complete with this character."""
         self.matched = self._advance(self.matched, character)
-        return self.matched == len(self.stop)
+        if self.matched < len(self.stop):
+            return False
+        self.matched = self._fallback[-1]
+        return True
 
 
 class StopMatcher:
@@ -42,15 +45,18 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """The text that is certain now; nothing more once a stop string matched."""
+    def push(self, text: str, *, count: bool = True) -> str:
+        """The text that is certain now; nothing more once a stop string matched.
+
+        Without `count`, a match that ends in this text is none.
+        """
         if self.matched is not None:
             return ""
         if not self._automata:
             return text
         for position, character in enumerate(text):
             complete = [automaton.stop for automaton in self._automata if automaton.push(character)]
-            if complete:
+            if complete and count:
                 self.matched = complete[0]
                 seen = self._held + text[: position + 1]
                 self._held = ""

@@ -2,7 +2,7 @@
 
 import secrets
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ MAX_REQUEST_ID_LENGTH: Final = 128
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_BYTES: Final = 1024
 MAX_STOP_TOKENS: Final = 128
+MAX_LOGIT_BIASES: Final = 1024
 MAX_LOGPROBS: Final = 20
 # Of one prompt: tokens times (1 + how many likeliest ones). About 4 MiB on the wire.
 MAX_PROMPT_LOGPROBS: Final = 2**18
@@ -59,6 +60,8 @@ class Request:
     include_stop_string: bool
     # The model's end-of-sequence tokens, unless they are ignored, and the client's own.
     stop_token_ids: frozenset[int]
+    # What ends an output comes after so many of its tokens.
+    min_tokens: int = 0
     n: int = 1
     beam_search: BeamSearch | None = None
     # Lower ones first.
@@ -94,6 +97,7 @@ _RANGES: Final = {
     "frequency_penalty": _Range(0, -2, 2),
     "repetition_penalty": _Range(1, 0.01, 10),
 }
+_LOGIT_BIAS: Final = _Range(0, -100, 100)
 
 
 async def validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) -> Request:
@@ -110,11 +114,10 @@ async def validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) -
     _check_scheduling(spec)
     n = _n(spec)
     beam_search = _beam_search(spec, n)
-    sampling = _sampling(spec.sampling)
+    sampling = _sampling(spec.sampling, limits)
     stop_token_ids = _stop_token_ids(spec.stop, limits)
     stop_strings = _stop_strings(spec.stop)
-    if spec.stop.HasField("max_tokens") and spec.stop.max_tokens < 1:
-        raise invalid("spec.stop.max_tokens", "0 must be at least 1; leave it unset for as many as fit")
+    _check_lengths(spec.stop)
     prompt, field = await _prompt(spec, prompts)
     if len(prompt) >= limits.max_model_len:
         raise invalid(
@@ -132,6 +135,7 @@ async def validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) -
         prompt_token_ids=tuple(prompt),
         sampling=sampling,
         max_tokens=spec.stop.max_tokens,
+        min_tokens=spec.stop.min_tokens,
         stop_strings=stop_strings,
         include_stop_string=spec.stop.include_stop_string,
         stop_token_ids=stop_token_ids,
@@ -167,8 +171,6 @@ def _refuse_unserved(spec: GenerateSpec) -> None:
     unserved_yet = {
         "constraint": spec.HasField("constraint"),
         "adapter": spec.adapter,
-        "sampling.logit_bias": spec.sampling.logit_bias,
-        "stop.min_tokens": spec.stop.min_tokens,
     }
     for name, given in unserved_yet.items():
         if given:
@@ -219,7 +221,7 @@ def _check_scheduling(spec: GenerateSpec) -> None:
         raise invalid("spec.cache_salt", f"{size} bytes long, at most {MAX_CACHE_SALT_BYTES} are taken")
 
 
-def _sampling(given: SamplingParams) -> SamplingParams:
+def _sampling(given: SamplingParams, limits: Limits) -> SamplingParams:
     filled: Any = SamplingParams()
     filled.CopyFrom(given)
     for name, bounds in _RANGES.items():
@@ -229,11 +231,32 @@ def _sampling(given: SamplingParams) -> SamplingParams:
             setattr(filled, name, bounds.default)
     if filled.logprobs > MAX_LOGPROBS:
         raise invalid("spec.sampling.logprobs", f"{filled.logprobs} must be at most {MAX_LOGPROBS}")
+    _check_logit_bias(filled.logit_bias, limits)
     if not filled.HasField("top_k"):
         filled.top_k = 0
     if not filled.HasField("seed"):
         filled.seed = secrets.randbits(64)
     return filled  # type: ignore[no-any-return]
+
+
+def _check_logit_bias(biases: Mapping[int, float], limits: Limits) -> None:
+    field = "spec.sampling.logit_bias"
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise invalid(field, f"{len(biases)} tokens, at most {MAX_LOGIT_BIASES} are taken")
+    for token_id, value in biases.items():
+        if token_id >= limits.vocab_size:
+            raise invalid(field, f"{token_id} must be less than the vocabulary's {limits.vocab_size}")
+        _LOGIT_BIAS.check(value, f"{field}[{token_id}]")
+
+
+def _check_lengths(stop: StopConditions) -> None:
+    if not stop.HasField("max_tokens"):
+        return
+    if stop.max_tokens < 1:
+        raise invalid("spec.stop.max_tokens", "0 must be at least 1; leave it unset for as many as fit")
+    if stop.min_tokens > stop.max_tokens:
+        message = f"{stop.min_tokens} must be at most max_tokens, which is {stop.max_tokens}"
+        raise invalid("spec.stop.min_tokens", message)
 
 
 def _prompt_logprobs(spec: GenerateSpec, prompt_length: int) -> int | None:

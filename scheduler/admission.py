@@ -67,6 +67,9 @@ def make_request(
         )
         raise RefusedError(invalid, message, "spec.prompt")
     _check_vocabulary(submit.prompt_token_ids, limits, "spec.prompt")
+    _check_vocabulary(submit.sampling.logit_bias, limits, "spec.sampling.logit_bias")
+    if submit.min_tokens:
+        _check_vocabulary(submit.stop_token_ids, limits, "spec.stop.token_ids")
     for field, wanted in (
         ("spec.constraint", submit.HasField("constraint")),
         ("spec.adapter", bool(submit.adapter)),
@@ -80,6 +83,9 @@ def make_request(
         message = f"{width} is above max_num_seqs, which is {widest}"
         raise RefusedError(invalid, message, _width_field(submit))
     max_length = _max_length(submit, limits, width)
+    if submit.min_tokens > max_length - prompt_length:
+        message = f"{submit.min_tokens} is above the {max_length - prompt_length} tokens that fit"
+        raise RefusedError(invalid, message, "spec.stop.min_tokens")
     request = Request(
         submit_key(submit),
         outbox,
@@ -95,6 +101,7 @@ def make_request(
             submit.beam_search.early_stopping,
             request.stop_token_ids,
             max_length - prompt_length,
+            submit.min_tokens,
         )
         # Resumed or not, it begins anew: only the scheduler that it ran on knew the beams.
         request.sequences = [Sequence(request, 0, list(submit.prompt_token_ids), max_length)]

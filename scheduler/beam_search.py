@@ -44,6 +44,8 @@ class BeamSearch:
     stop_token_ids: frozenset[int]
     # Output tokens of one hypothesis, at most.
     max_tokens: int
+    # Stop tokens are no candidates before an output has so many tokens.
+    min_tokens: int = 0
     scores: list[float] = field(default_factory=lambda: [0.0])
     finished: list[Hypothesis] = field(default_factory=list)
 
@@ -66,6 +68,7 @@ class BeamSearch:
                 Continuation(beam, token_id, self.scores[beam] + logprob)
                 for beam, offered in enumerate(candidates)
                 for token_id, logprob in offered
+                if length > self.min_tokens or token_id not in self.stop_token_ids
             ),
             key=lambda continuation: (-continuation.score, continuation.parent, continuation.token_id),
         )[: self.num_candidates]

@@ -70,6 +70,8 @@ def _join(sequence: Sequence, with_tokens: bool = True) -> Join:
         output_index=sequence.output_index,
         adapter=request.submit.adapter,
         num_candidates=request.beams.num_candidates if request.beams else 0,
+        stop_token_ids=request.submit.stop_token_ids if request.submit.min_tokens else (),
+        min_tokens=request.submit.min_tokens,
         prompt_logprobs=request.submit.prompt_logprobs if sequence.next_prompt_logprob else None,
     )
 

@@ -234,6 +234,7 @@ class StepExecutor:
                 for index, position, slot in zip(step.sampling_slots, step.next_positions, slots, strict=True)
             ],
             [slot.prompt_length for slot in slots],
+            [slot.bias_at(position) for slot, position in zip(slots, step.next_positions, strict=True)],
             self._device,
         )
         return sample(logits, batch)

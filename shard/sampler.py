@@ -1,13 +1,13 @@
 """Chooses one token per row of logits: a pure function of (logits, parameters, seed, output index, position).
 
-Order: penalties, temperature, min-p, top-k, top-p, then one draw by inverse CDF in token-id order.
+Order: penalties, biases, temperature, min-p, top-k, top-p, then one draw by inverse CDF in token-id order.
 
 Probabilities are whole multiples of 2**-34 of the likeliest token's, held in floats. Their sums are exact in
 float64 in whatever order a device adds them, so a row's token depends neither on its neighbours in the batch
 nor on the device's scan; a token under 2**-34 of the likeliest is never drawn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +47,24 @@ class SamplingParams:
         """Whether tokens seen before change the logits."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         return penalties != (0, 0, 1)
+
+
+@dataclass(frozen=True)
+class Bias:
+    """What is added to the logits of some tokens: `token_ids` int64 [b], each once; `values` float32 [b]."""
+
+    token_ids: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class _Biases:
+    """Those of several rows strung together."""
+
+    rows: Tensor
+    """int64 [t], of each entry."""
+    token_ids: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True)
@@ -103,6 +121,7 @@ class SamplingBatch:
     """The parameters of a batch's rows on the device, grouped by need; an empty group costs nothing."""
 
     penalties: _Penalties | None
+    biases: _Biases | None
     draws: _Draws | None
     logprobs: _LogprobRows | None
 
@@ -114,18 +133,21 @@ class SamplingBatch:
         positions: Sequence[int],
         token_ids: Sequence[Tensor],
         prompt_lengths: Sequence[int],
+        biases: Sequence[Bias | None],
         device: torch.device,
     ) -> "SamplingBatch":
-        """One entry per row: its parameters, output index, and the position that its next token will have.
+        """One entry per row: its parameters, output index, the position that its next token will have, bias.
 
         `token_ids`: the row's tokens so far, an integer [length] on `device`, of which the first
         `prompt_lengths` are the prompt. Read only for rows with penalties.
         """
         penalised = [row for row, p in enumerate(params) if p.penalised]
+        biased = {row: bias for row, bias in enumerate(biases) if bias}
         drawn = [row for row, p in enumerate(params) if p.temperature > 0]
         asking = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
         return cls(
             _penalties(penalised, params, token_ids, prompt_lengths, device) if penalised else None,
+            _biases(biased, device) if biased else None,
             _draws(drawn, params, output_indices, positions, device) if drawn else None,
             _LogprobRows([*asking], [*asking.values()]) if asking else None,
         )
@@ -154,6 +176,15 @@ def _penalties(
         torch.tensor([params[row].presence_penalty for row in rows], device=device),
         torch.tensor([params[row].frequency_penalty for row in rows], device=device),
         torch.tensor([params[row].repetition_penalty for row in rows], device=device),
+    )
+
+
+def _biases(biased: Mapping[int, Bias], device: torch.device) -> _Biases:
+    lengths = torch.tensor([len(bias.token_ids) for bias in biased.values()])
+    return _Biases(
+        torch.repeat_interleave(torch.tensor([*biased]), lengths).to(device),
+        torch.cat([bias.token_ids for bias in biased.values()]),
+        torch.cat([bias.values for bias in biased.values()]),
     )
 
 
@@ -243,6 +274,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampleResult:
     A temperature of 0 takes the likeliest token, the one with the lowest id among equals.
     """
     scores = logits if batch.penalties is None else _penalise(logits, batch.penalties)
+    scores = scores if batch.biases is None else _add(scores, batch.biases)
     best, token_ids = scores.max(dim=-1)
     invalid = ~best.isfinite()
     if batch.draws is not None:
@@ -274,6 +306,12 @@ def _penalise(logits: Tensor, penalties: _Penalties) -> Tensor:
     score -= penalties.frequency[owners] * count + penalties.presence[owners] * (count > 0)
     scores[cells] = score
     return scores.view_as(logits)
+
+
+def _add(scores: Tensor, biases: _Biases) -> Tensor:
+    """Once per cell: no row has a token twice."""
+    cells = biases.rows * scores.shape[-1] + biases.token_ids
+    return scores.flatten().index_add(0, cells, biases.values).view_as(scores)
 
 
 def _draw(scores: Tensor, best: Tensor, draws: _Draws) -> Tensor:

@@ -4,6 +4,7 @@ Parameters and lengths lie on the host, token ids and block tables on the device
 applied on the host at once; what it changes on the device is gathered, to be scattered into the tables.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from pagoda.shard.v1.shard_pb2 import ExecuteRequest, Fork, Join, Scheduled
-from shard.sampler import SamplingParams
+from shard.sampler import Bias, SamplingParams
 
 
 class StepError(ValueError):
@@ -30,11 +31,20 @@ class Slot:
     """Tokens, the last sampled one included."""
     computed: int
     """Tokens whose K and V are written."""
+    bias: Bias | None = None
+    early_bias: Bias | None = None
+    """In the place of `bias` while stop tokens are not to be sampled."""
+    min_length: int = 0
+    """Tokens before which they aren't."""
     prompt_logprobs: int | None = None
     """How many likeliest tokens are wanted beside each of the prompt; None: no log-probabilities of it."""
     num_blocks: int = 0
     room: int = 0
     """How many tokens can be computed: they fit its blocks, and one more the longest length."""
+
+    def bias_at(self, position: int) -> Bias | None:
+        """What is added to the logits of the token at a position."""
+        return self.early_bias if position < self.min_length else self.bias
 
 
 @dataclass(frozen=True)
@@ -230,6 +240,8 @@ class Slots:
         logprobs = params.logprobs if params.HasField("logprobs") else None
         if join.num_candidates:
             logprobs = join.num_candidates
+        biases = dict(params.logit_bias)
+        banned = dict.fromkeys(join.stop_token_ids, -math.inf) if join.min_tokens else {}
         self._slots[join.slot] = Slot(
             sampling=SamplingParams(
                 temperature=params.temperature,
@@ -247,9 +259,18 @@ class Slots:
             prompt_length=join.prompt_length,
             length=length,
             computed=join.computed_length,
+            bias=self._bias(biases),
+            early_bias=self._bias(biases | banned),
+            min_length=join.prompt_length + join.min_tokens,
             prompt_logprobs=join.prompt_logprobs if join.HasField("prompt_logprobs") else None,
         )
         self._update_blocks(join.slot, 0, join.block_ids)
+
+    def _bias(self, biases: dict[int, float]) -> Bias | None:
+        device = self.token_ids.device
+        if not biases:
+            return None
+        return Bias(torch.tensor([*biases], device=device), torch.tensor([*biases.values()], device=device))
 
     def _update_blocks(self, index: int, start: int, block_ids: Sequence[int]) -> None:
         slot, end = self[index], start + len(block_ids)

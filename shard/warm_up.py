@@ -16,6 +16,7 @@ _SAMPLING: Final = (
     SamplingParams(temperature=1, top_p=0.9, repetition_penalty=1),
     SamplingParams(temperature=1, top_p=1, min_p=0.1, repetition_penalty=1),
     SamplingParams(temperature=0, top_p=1, presence_penalty=1, frequency_penalty=1, repetition_penalty=1.1),
+    SamplingParams(temperature=0, top_p=1, repetition_penalty=1, logit_bias={0: 1}),
     SamplingParams(temperature=0, top_p=1, repetition_penalty=1, logprobs=5),
 )
 """One for each way through the sampler."""

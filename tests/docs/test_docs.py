@@ -133,6 +133,7 @@ def test_every_field_of_a_request_has_its_row(message: type) -> None:
 
 
 def test_ranges_are_those_that_are_checked() -> None:
+    assert "| none | -100 to 100 |" in row("docs/clients.md", "logit_bias")
     for name, bounds in validation._RANGES.items():
         low = f"{bounds.low:g}" if bounds.low_included else f"over {bounds.low:g},"
         start = f"| `{name}` | {bounds.default:g} | {low} to {bounds.high:g} |"
@@ -152,6 +153,7 @@ def test_ranges_are_those_that_are_checked() -> None:
         ("tools", f"At most {chat.MAX_TOOLS} "),
         ("logprobs", f"0 to {validation.MAX_LOGPROBS}"),
         ("prompt_logprobs", f"0 to {validation.MAX_LOGPROBS}"),
+        ("logit_bias", f"at most {validation.MAX_LOGIT_BIASES:,}, "),
         ("--max-prompt-bytes", f"{RouterConfig.max_prompt_bytes:,} bytes"),
         ("--max-concurrent-requests", f"{RouterConfig.max_concurrent_requests:,} "),
         ("--max-waiting-requests", f"{SchedulerConfig.max_waiting_requests:,} "),

@@ -52,7 +52,7 @@ class Answer:
                 self.text += event.delta.text
                 self.token_ids += event.delta.token_ids
                 self.finish_reason = event.delta.finish_reason
-            else:
+            elif event.HasField("usage"):
                 self.usage = event.usage
             yield event
 

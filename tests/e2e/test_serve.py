@@ -114,6 +114,38 @@ def test_logprobs_come_one_per_token(stub: InferenceServiceStub) -> None:
         assert position.chosen.logprob < 0
 
 
+def test_a_bias_and_min_tokens_keep_the_model_talking(stub: InferenceServiceStub) -> None:
+    question = chat("What is the capital of France?")
+    (free,) = stub.Generate(pb.GenerateRequest(spec=question), timeout=60).outputs
+    assert free.finish_reason == pb.FINISH_REASON_STOP
+    question.stop.min_tokens = 30
+    question.sampling.logit_bias[free.token_ids[0]] = -100
+
+    (output,) = stub.Generate(pb.GenerateRequest(spec=question), timeout=60).outputs
+
+    assert len(free.token_ids) < 30 < len(output.token_ids)
+    assert free.token_ids[0] not in output.token_ids
+
+
+def test_prompt_logprobs_say_what_the_model_expected(stub: InferenceServiceStub) -> None:
+    ids = list(stub.Tokenize(pb.TokenizeRequest(text="The capital of France is Paris")).token_ids)
+    request = spec(ids, max_tokens=2)
+    stub.Generate(pb.GenerateRequest(spec=request), timeout=60)
+    request.prompt_logprobs = 3
+
+    answer = Answer(stub, request)
+    events = list(answer.events())
+
+    kinds = [event.WhichOneof("event") for event in events]
+    assert kinds[:3] == ["accepted", "prompt_logprobs", "delta"]
+    assert kinds.count("prompt_logprobs") == 1
+    first, *positions = events[1].prompt_logprobs.positions
+    assert not first.HasField("chosen")
+    assert [position.chosen.token_id for position in positions] == ids[1:]
+    assert positions[-1].top[0] == positions[-1].chosen
+    assert answer.usage.cached_tokens == 0
+
+
 def test_several_outputs_of_one_prompt(stub: InferenceServiceStub) -> None:
     request = spec("Once upon a time", max_tokens=20, temperature=1.2, seed=4)
     request.n = 3

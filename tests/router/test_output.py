@@ -17,13 +17,14 @@ from tests.router.models import byte_level_bpe
 TOKENIZER = byte_level_bpe()
 
 
-def request(*stop_strings: str) -> Request:
+def request(*stop_strings: str, min_tokens: int = 0) -> Request:
     return Request(
         request_id="a",
         model="tiny",
         prompt_token_ids=(5,),
         sampling=SamplingParams(seed=1),
         max_tokens=0,
+        min_tokens=min_tokens,
         stop_strings=stop_strings,
         include_stop_string=False,
         stop_token_ids=frozenset({1}),
@@ -48,10 +49,35 @@ def test_part_of_a_stop_string_is_released_at_the_end(tokenizer: Tokenizer) -> N
     assert (last.finish_reason, last.stop_token_id) == (STOP, 1)
 
 
+@pytest.mark.parametrize(
+    # The tokens are n, ot, hing, is, wasted; a stop string begins in the third and ends in the fourth.
+    ("min_tokens", "text"),
+    [(0, "noth"), (3, "noth"), (4, "nothing is "), (5, "nothing is wasted")],
+)
+def test_a_stop_string_counts_if_it_ends_after_the_first_tokens(
+    tokenizer: Tokenizer, min_tokens: int, text: str
+) -> None:
+    output = Output(0, request("ing is", "wasted", min_tokens=min_tokens), tokenizer.detokenizer())
+
+    delta = output.add(arrived([*TOKENIZER.encode("nothing is wasted").ids, 1], STOP))
+
+    assert delta.text == text
+
+
 def test_half_a_character_is_replaced_at_the_end(tokenizer: Tokenizer) -> None:
     output = Output(0, request(), tokenizer.detokenizer())
     assert output.add(arrived(TOKENIZER.encode("ok🙂").ids[:-1], LENGTH)).text == "ok�"
     assert output.finished
+
+
+def test_prior_tokens_are_among_the_first(tokenizer: Tokenizer) -> None:
+    *prior, last = TOKENIZER.encode("nothing is wasted").ids
+    output = Output(0, request("ing is", "wasted", min_tokens=4), tokenizer.detokenizer())
+    output.prime(prior, finished=False)
+
+    delta = output.add(arrived([last]))
+
+    assert (delta.finish_reason, delta.stop_string) == (STOP, "wasted")
 
 
 async def test_what_nobody_took_yet_is_merged_into_one() -> None:

@@ -10,13 +10,13 @@ LETTERS = st.text(alphabet="ab🙂", max_size=24)
 STOPS = st.lists(st.text(alphabet="ab🙂", min_size=1, max_size=5), max_size=4)
 
 
-def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """The whole text at once: the match that ends first, then the longest."""
-    found = [(text.index(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
-    if not found:
-        return text, None
-    end, _, stop = min(found)
-    return text[: end if include else end - len(stop)], stop
+def naive(text: str, stops: list[str], include: bool, free: int) -> tuple[str, str | None]:
+    """The whole text at once: the match that ends first, after `free` characters, then the longest."""
+    for end in range(free + 1, len(text) + 1):
+        if found := [stop for stop in stops if text[:end].endswith(stop)]:
+            stop = max(found, key=len)
+            return text[: end if include else end - len(stop)], stop
+    return text, None
 
 
 def cut(text: str, borders: list[int]) -> list[str]:
@@ -24,13 +24,16 @@ def cut(text: str, borders: list[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(at)]
 
 
-@given(LETTERS, STOPS, st.lists(st.integers(0, 100)), st.booleans())
+@given(LETTERS, STOPS, st.lists(st.integers(0, 100)), st.booleans(), st.integers(0, 5))
 def test_any_chunking_gives_what_naive_search_gives(
-    text: str, stops: list[str], borders: list[int], include: bool
+    text: str, stops: list[str], borders: list[int], include: bool, uncounted: int
 ) -> None:
     matcher = StopMatcher(stops, include=include)
-    given_out = "".join(map(matcher.push, cut(text, borders))) + matcher.flush()
-    assert (given_out, matcher.matched) == naive(text, stops, include)
+    chunks = cut(text, borders)
+    pushed = [matcher.push(chunk, count=index >= uncounted) for index, chunk in enumerate(chunks)]
+    given_out = "".join(pushed) + matcher.flush()
+    free = len("".join(chunks[:uncounted]))
+    assert (given_out, matcher.matched) == naive(text, stops, include, free)
 
 
 @given(LETTERS, STOPS)

@@ -89,6 +89,21 @@ INVALID = [
     (sampling(repetition_penalty=-INF), "spec.sampling.repetition_penalty", "-inf"),
     (sampling(logprobs=21), "spec.sampling.logprobs", "21 must be at most 20"),
     (GenerateSpec(token_ids=IDS, prompt_logprobs=21), "spec.prompt_logprobs", "21 must be at most 20"),
+    (
+        sampling(logit_bias=dict.fromkeys(range(1025), 0)),
+        "spec.sampling.logit_bias",
+        "1025 tokens, at most 1024",
+    ),
+    (sampling(logit_bias={420: 1}), "spec.sampling.logit_bias", "420 must be less than .* 420"),
+    (sampling(logit_bias={7: 100.5}), "spec.sampling.logit_bias[7]", "100.5 must be .* at most 100"),
+    (sampling(logit_bias={7: NAN}), "spec.sampling.logit_bias[7]", "nan must be at least -100"),
+    (sampling(logit_bias={7: -INF}), "spec.sampling.logit_bias[7]", "-inf must be at least -100"),
+    (
+        beams(BeamSearch(beam_width=2), sampling=SamplingParams(logit_bias={7: 1})),
+        "spec.sampling.logit_bias",
+        "no meaning in a beam search",
+    ),
+    (stop(min_tokens=4, max_tokens=3), "spec.stop.min_tokens", "4 must be at most max_tokens, which is 3"),
     (stop(max_tokens=0), "spec.stop.max_tokens", "at least 1"),
     (stop(strings=["a"] * 17), "spec.stop.strings", "17 stop strings, at most 16"),
     (stop(strings=["a", ""]), "spec.stop.strings[1]", "0 bytes"),
@@ -230,13 +245,15 @@ async def test_given_values_stay(prompts: PromptEncoder) -> None:
         model="tiny",
         request_id="mine",
         n=1,
-        sampling=SamplingParams(temperature=0, seed=0, logprobs=0, top_k=7),
-        stop=StopConditions(max_tokens=3, token_ids=[9], ignore_eos=True, strings=["x"]),
+        sampling=SamplingParams(temperature=0, seed=0, logprobs=0, top_k=7, logit_bias={419: -100}),
+        stop=StopConditions(max_tokens=3, min_tokens=3, token_ids=[9], ignore_eos=True, strings=["x"]),
     )
     request = await validate(spec, LIMITS, prompts)
     assert (request.request_id, request.max_tokens, request.stop_strings) == ("mine", 3, ("x",))
     assert request.stop_token_ids == {9}
     assert request.sampling.HasField("logprobs")
+    assert request.sampling.logit_bias == {419: -100}
+    assert request.min_tokens == 3
     assert (request.sampling.temperature, request.sampling.seed, request.sampling.top_k) == (0, 0, 7)
 
 

@@ -28,9 +28,12 @@ def _mix(tokens: Sequence[int], salt: int) -> int:
     return value
 
 
-def next_token(tokens: Sequence[int], output_index: int = 0) -> int:
+def next_token(tokens: Sequence[int], output_index: int = 0, banned: frozenset[int] = frozenset()) -> int:
     """What the "model" says after `tokens`, sampled for one of a request's outputs."""
-    return _mix(tokens, output_index) % VOCAB_SIZE
+    token = _mix(tokens, output_index) % VOCAB_SIZE
+    while token in banned:
+        token = (token + 1) % VOCAB_SIZE
+    return token
 
 
 def next_candidates(tokens: Sequence[int], count: int) -> list[Candidate]:
@@ -52,12 +55,17 @@ def prompt_logprob(tokens: Sequence[int], position: int) -> PositionLogprobs:
 
 
 def expected_output(
-    prompt: Sequence[int], max_tokens: int, stop: frozenset[int] = frozenset(), output_index: int = 0
+    prompt: Sequence[int],
+    max_tokens: int,
+    stop: frozenset[int] = frozenset(),
+    output_index: int = 0,
+    min_tokens: int = 0,
 ) -> list[int]:
     """The output of a request that runs alone, with unlimited memory."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
-        tokens.append(next_token(tokens, output_index))
+        banned = stop if len(tokens) < len(prompt) + min_tokens else frozenset[int]()
+        tokens.append(next_token(tokens, output_index, banned))
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
@@ -82,6 +90,9 @@ class FakeSlot:
     block_table: list[int] = field(default_factory=list)
     # Of the prompt, if its log-probabilities are wanted.
     prompt_length: int = 0
+    # Not sampled before there are so many tokens.
+    stop_token_ids: frozenset[int] = frozenset()
+    min_length: int = 0
 
 
 class FakeShard:
@@ -177,7 +188,8 @@ class FakeShard:
 
     def _sample(self, index: int, row: list[int]) -> Sampled:
         slot = self.slots[index]
-        token = next_token(row, slot.output_index)
+        banned = slot.stop_token_ids if len(row) < slot.min_length else frozenset[int]()
+        token = next_token(row, slot.output_index, banned)
         slot.tokens.append(token)
         candidates = next_candidates(row, slot.num_candidates) if slot.num_candidates else []
         return Sampled(
@@ -196,4 +208,6 @@ class FakeShard:
             join.computed_length,
             list(join.block_ids),
             join.prompt_length if join.HasField("prompt_logprobs") else 0,
+            frozenset(join.stop_token_ids),
+            join.prompt_length + join.min_tokens,
         )

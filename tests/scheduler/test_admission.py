@@ -5,6 +5,7 @@ import pytest
 from scheduler.admission import RefusedError, make_request
 from scheduler.outbox import Outbox
 from scheduler.request import Request
+from tests.scheduler.fake_shard import VOCAB_SIZE
 from tests.scheduler.harness import limits, submit
 
 
@@ -12,6 +13,26 @@ def admit(prompt_length: int, max_tokens: int = 0, n: int = 1, beam_width: int =
     """In a pool of 8 blocks of 4 tokens."""
     message = submit("a", [1] * prompt_length, max_tokens, n=n, beam_width=beam_width)
     return make_request(message, Outbox(), limits(num_blocks=8, max_num_seqs=16), "", (0, 0))
+
+
+def test_more_tokens_at_least_than_fit_are_refused() -> None:
+    lim = limits(num_blocks=8)
+    make_request(submit("a", [1] * 5, min_tokens=28), Outbox(), lim, "", (0, 0))
+
+    with pytest.raises(RefusedError, match="29 is above the 28 tokens that fit") as refused:
+        make_request(submit("a", [1] * 5, min_tokens=29), Outbox(), lim, "", (0, 0))
+
+    assert refused.value.field == "spec.stop.min_tokens"
+
+
+def test_tokens_outside_the_vocabulary_are_kept_from_the_shard() -> None:
+    """There they would be those of another row."""
+    biased, banning = submit("a", [1]), submit("a", [1], stop=[VOCAB_SIZE], min_tokens=1)
+    biased.sampling.logit_bias[VOCAB_SIZE] = 1
+
+    for message in (biased, banning):
+        with pytest.raises(RefusedError, match=f"{VOCAB_SIZE} is not below the vocabulary"):
+            make_request(message, Outbox(), limits(), "", (0, 0))
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,33 @@ def test_a_stop_token_ends_the_output_and_the_token_in_flight_is_dropped() -> No
     assert harness.reasons["a"] == FINISH_REASON_STOP
 
 
+def test_min_tokens_puts_a_stop_token_off() -> None:
+    harness = Harness(limits())
+    output = expected_output([1, 2, 3], 10)
+    harness.add(submit("early", [1, 2, 3], 10, stop=[output[4]], min_tokens=5))
+    harness.add(submit("in time", [1, 2, 3], 10, stop=[output[4]], min_tokens=4))
+
+    harness.run()
+
+    assert harness.outputs["early"] == expected_output([1, 2, 3], 10, frozenset([output[4]]), min_tokens=5)
+    assert len(harness.outputs["early"]) > 5
+    assert harness.outputs["in time"] == output[:5]
+
+
+def test_the_shard_learns_stop_tokens_where_it_needs_them() -> None:
+    harness = Harness(limits())
+    harness.add(submit("a", [1, 2, 3], 10, stop=[7]))
+    harness.add(submit("b", [4, 5, 6], 10, stop=[7], min_tokens=2))
+
+    plan = harness.send()
+
+    assert plan
+    assert [(list(join.stop_token_ids), join.min_tokens) for join in plan.command.joins] == [
+        ([], 0),
+        ([7], 2),
+    ]
+
+
 def test_no_max_tokens_runs_to_the_end_of_the_context() -> None:
     harness = Harness(limits(max_model_len=20))
     harness.add(submit("a", [1, 2, 3]))

@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from pagoda.scheduler.v1.scheduler_pb2 import Submit
 from pagoda.v1.sampling_pb2 import PositionLogprobs
 from scheduler.beam_search import BeamSearch
 from scheduler.invariants import check
@@ -23,6 +24,19 @@ class Wanted:
     n: int
     beam_width: int
     prompt_logprobs: int | None = None
+    min_tokens: int = 0
+
+    def message(self, name: str) -> Submit:
+        return submit(
+            name,
+            self.prompt,
+            self.max_tokens,
+            tuple(self.stop),
+            self.n,
+            self.beam_width,
+            prompt_logprobs=self.prompt_logprobs,
+            min_tokens=self.min_tokens,
+        )
 
     def known_prompt(self) -> list[PositionLogprobs]:
         """The log-probabilities of its prompt, if they are wanted."""
@@ -32,9 +46,12 @@ class Wanted:
     def outputs(self) -> list[list[int]]:
         """What it gives when it runs alone, with unlimited memory."""
         if self.beam_width:
-            search = BeamSearch(self.beam_width, 1, False, self.stop, self.max_tokens)
+            search = BeamSearch(self.beam_width, 1, False, self.stop, self.max_tokens, self.min_tokens)
             return expected_beams(self.prompt, search)[: self.n]
-        return [expected_output(self.prompt, self.max_tokens, self.stop, index) for index in range(self.n)]
+        return [
+            expected_output(self.prompt, self.max_tokens, self.stop, index, self.min_tokens)
+            for index in range(self.n)
+        ]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -103,11 +120,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             output = Wanted(prompt, max_tokens, stop, 1, beam_width).outputs()[0]
             stop = frozenset([output[len(output) // 2]])
         name = f"request {len(self.wanted)}"
-        self.wanted[name] = Wanted(prompt, max_tokens, stop, n, beam_width, prompt_logprobs)
-        message = submit(
-            name, prompt, max_tokens, tuple(stop), n, beam_width, prompt_logprobs=prompt_logprobs
-        )
-        self.harness.add(message, arrival=len(self.wanted))
+        min_tokens = data.draw(st.integers(0, max_tokens), label="min_tokens") if stops else 0
+        wanted = Wanted(prompt, max_tokens, stop, n, beam_width, prompt_logprobs, min_tokens)
+        self.wanted[name] = wanted
+        self.harness.add(wanted.message(name), arrival=len(self.wanted))
 
     @precondition(lambda self: len(self.harness.in_flight) < self.depth)
     @rule()

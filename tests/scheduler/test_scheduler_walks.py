@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from scheduler.invariants import check
-from tests.scheduler.harness import Harness, limits, submit
+from tests.scheduler.harness import Harness, limits
 from tests.scheduler.test_scheduler_properties import Wanted
 
 WALKS = 100
@@ -62,11 +62,10 @@ class Walk:
             stop = frozenset([output[len(output) // 2]])
         name = f"request {len(self.wanted)}"
         prompt_logprobs = self.random.choice([None, None, 0])
-        self.wanted[name] = Wanted(prompt, max_tokens, stop, n, beam_width, prompt_logprobs)
-        message = submit(
-            name, prompt, max_tokens, tuple(stop), n, beam_width, prompt_logprobs=prompt_logprobs
-        )
-        self.harness.add(message, arrival=len(self.wanted))
+        min_tokens = self.random.choice([0, integer(0, max_tokens)]) if stop else 0
+        wanted = Wanted(prompt, max_tokens, stop, n, beam_width, prompt_logprobs, min_tokens)
+        self.wanted[name] = wanted
+        self.harness.add(wanted.message(name), arrival=len(self.wanted))
 
     def send(self) -> None:
         if len(self.harness.in_flight) < self.depth:

@@ -188,6 +188,36 @@ def test_a_beam_gets_its_likeliest_continuations(executor: StepExecutor, referen
     assert not sampled.HasField("logprobs")
 
 
+def test_a_logit_bias_steers_its_own_slot(executor: StepExecutor, reference: Any) -> None:
+    configure(executor)
+    biased = join(1, PROMPT, [3, 4, 5])
+    biased.sampling.logit_bias[42] = 100
+
+    result = step(executor, joins=[join(0, PROMPT, [0, 1, 2]), biased], counts={0: 10, 1: 6})
+    result |= step(executor, counts={1: 4})
+
+    assert result == {0: best(reference, PROMPT), 1: 42}
+
+
+def test_stop_tokens_are_sampled_from_min_tokens_on(executor: StepExecutor, reference: Any) -> None:
+    """Also where a sequence joins anew with its output, or begins as a fork."""
+    configure(executor, max_num_seqs=4, num_blocks=9, max_num_batched_tokens=32)
+    logits = oracle_logits(reference, PROMPT)[-1]
+    stop, second = logits.topk(2).indices.tolist()
+    joins = [join(slot, PROMPT, [*range(3 * slot, 3 * slot + 3)]) for slot in range(3)]
+    for message, prompt_length, min_tokens in zip(joins, (10, 8, 8), (1, 2, 3), strict=True):
+        message.prompt_length, message.min_tokens = prompt_length, min_tokens
+        message.stop_token_ids.append(stop)
+    target = join(3, [], [3, 4, 5], computed=10)
+    target.prompt_length, target.min_tokens = 10, 1
+    target.stop_token_ids.append(stop)
+    forks = [Fork(source_slot=1, targets=[target])]
+
+    result = step(executor, joins=joins, counts={0: 10, 1: 10, 2: 10}, forks=forks)
+
+    assert result == {0: second, 1: stop, 2: second, 3: second}
+
+
 def test_an_override_replaces_the_sampled_token(executor: StepExecutor, reference: Any) -> None:
     configure(executor)
     step(executor, joins=[join(0, PROMPT, [0, 1, 2])], counts={0: 10})

@@ -19,7 +19,7 @@ from transformers import (
 
 from shard.logprobs import RowLogprobs
 from shard.philox import uniform
-from shard.sampler import SampledToken, SampleResult, SamplingBatch, SamplingParams, sample
+from shard.sampler import Bias, SampledToken, SampleResult, SamplingBatch, SamplingParams, sample
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0)
@@ -29,6 +29,10 @@ def random_logits(rows: int, vocab: int, seed: int = 0) -> Tensor:
     return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
 
 
+def bias(values: dict[int, float]) -> Bias:
+    return Bias(torch.tensor([*values]), torch.tensor([*values.values()]))
+
+
 def run(
     logits: Tensor,
     params: list[SamplingParams],
@@ -36,6 +40,7 @@ def run(
     outputs: list[int] | None = None,
     tokens: list[list[int]] | None = None,
     prompts: list[int] | None = None,
+    biases: list[dict[int, float]] | None = None,
 ) -> SampleResult:
     rows = len(params)
     batch = SamplingBatch.build(
@@ -44,6 +49,7 @@ def run(
         positions or [*range(rows)],
         [torch.tensor(row, dtype=torch.int64) for row in tokens or [[]] * rows],
         prompts or [0] * rows,
+        [bias(values) if values else None for values in biases or [{}] * rows],
         CPU,
     )
     return sample(logits, batch)
@@ -158,6 +164,7 @@ def test_a_row_does_not_depend_on_its_neighbours(vocab: int) -> None:
         "outputs": [row % 3 for row in range(rows)],
         "tokens": tokens,
         "prompts": [row // 2 for row in range(rows)],
+        "biases": [{row % 5: 3.0, 1 - row % 2: -math.inf} if row % 3 else {} for row in range(rows)],
     }
     together = run(logits, params, **details).fetch()
     backwards = run(logits.flip(0), params[::-1], **{k: v[::-1] for k, v in details.items()}).fetch()
@@ -171,7 +178,7 @@ def test_a_row_does_not_depend_on_its_neighbours(vocab: int) -> None:
 def test_logits_stay_as_they_are() -> None:
     logits = random_logits(len(MIXED), 100)
     before = logits.clone()
-    run(logits, MIXED, tokens=[[1, 2, 3]] * len(MIXED))
+    run(logits, MIXED, tokens=[[1, 2, 3]] * len(MIXED), biases=[{4: 9.0}] * len(MIXED))
     assert torch.equal(logits, before)
 
 
@@ -269,8 +276,53 @@ def test_penalties_steer_greedy_rows_and_spare_the_others() -> None:
     assert chosen(logits, params, tokens=[[1], [], [1]]) == [1, 1, 1]
 
 
+@pytest.mark.parametrize("params", [p for p in MIXED if not p.penalised])
+def test_a_bias_is_the_same_as_other_logits(params: SamplingParams) -> None:
+    logits = random_logits(1, 40).expand(500, -1)
+    values = {3: 4.5, 7: -100.0, 39: 2.25, 0: -math.inf}
+    expected = logits.double().clone()
+    for token, value in values.items():
+        expected[:, token] += value
+
+    drawn = chosen(logits, [params] * 500, biases=[values] * 500)
+
+    assert drawn == chosen(expected.float(), [params] * 500)
+
+
+def test_biases_are_added_after_penalties() -> None:
+    logits = random_logits(1, 30)
+    values = {4: 1.5, 5: -2.0, 6: 3.0}
+    expected = logits[0].double().clone()
+    for token in (4, 5):
+        expected[token] *= 1.7 if expected[token] < 0 else 1 / 1.7
+        expected[token] -= 0.6
+    for token, value in values.items():
+        expected[token] += value
+    count = 2000
+    params = [SamplingParams(repetition_penalty=1.7, presence_penalty=0.6)] * count
+    tokens, biases = [[4, 5]] * count, [values] * count
+
+    drawn = run(logits.expand(count, -1), params, tokens=tokens, biases=biases).token_ids
+
+    reference = run(expected.float().expand(count, -1), [SamplingParams()] * count).token_ids
+    # Float32 moves a border between two tokens by about 1e-7: no draw, or one, lies in between.
+    assert (drawn != reference).sum() <= 1
+
+
+def test_biases_steer_their_own_rows() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.9]] * 4)
+    biases = [{}, {2: 0.2}, {1: -math.inf, 2: -math.inf}, {}]
+    assert chosen(logits, [GREEDY] * 4, biases=biases) == [1, 2, 0, 1]
+
+
+def test_a_row_of_which_all_is_banned_is_reported() -> None:
+    logits = random_logits(2, 3)
+    result = run(logits, [GREEDY] * 2, biases=[dict.fromkeys(range(3), -math.inf), {}])
+    assert result.invalid.tolist() == [True, False]
+
+
 def test_only_rows_with_penalties_read_their_tokens() -> None:
-    batch = SamplingBatch.build([GREEDY], [0], [0], [None], [0], CPU)  # type: ignore[list-item]
+    batch = SamplingBatch.build([GREEDY], [0], [0], [None], [0], [None], CPU)  # type: ignore[list-item]
     assert sample(torch.tensor([[1.0, 2.0]]), batch).token_ids.tolist() == [1]
 
 
@@ -340,7 +392,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
         dataclasses.replace(GREEDY, logprobs=0),
         SamplingParams(temperature=5, logprobs=60),
     ]
-    result = run(logits, params, tokens=[[1, 2]] * 4)
+    result = run(logits, params, tokens=[[1, 2]] * 4, biases=[{3: 50.0}, {}, {}, {4: -100.0}])
     expected = logits.log_softmax(-1)
     rows = result.fetch()
     assert [row.token_id for row in rows] == result.token_ids.tolist()
@@ -366,5 +418,5 @@ def test_equal_logprobs_rank_by_id() -> None:
 def test_an_empty_batch_and_int32_tokens() -> None:
     assert run(torch.zeros(0, 10), []).fetch() == []
     params = [dataclasses.replace(GREEDY, frequency_penalty=1.0)]
-    batch = SamplingBatch.build(params, [0], [2], [torch.tensor([1, 1], dtype=torch.int32)], [0], CPU)
+    batch = SamplingBatch.build(params, [0], [2], [torch.tensor([1, 1], dtype=torch.int32)], [0], [None], CPU)
     assert sample(torch.tensor([[0.0, 1.5]]), batch).token_ids.tolist() == [0]
