@@ -94,6 +94,11 @@ class Sequence:
         log-probability to be reported, must be."""
         return self.next_prompt_logprob - 1 if self.next_prompt_logprob else self.length - 1
 
+    @property
+    def logprobs_per_prompt_token(self) -> int:
+        """How many log-probabilities each of its prompt's tokens has to report."""
+        return 1 + self.request.submit.prompt_logprobs if self.next_prompt_logprob else 0
+
     def take_prompt_logprobs(
         self, start: int, positions: Iterable[PositionLogprobs]
     ) -> list[PositionLogprobs]:

@@ -27,6 +27,8 @@ from scheduler.totals import Totals
 
 # A request that was in this many failed steps runs alone from then on; one more ends it.
 SUSPECT_AFTER_FAILED_STEPS: Final = 3
+# Of prompts, that one step returns at most: about 4 MiB on the wire.
+MAX_STEP_LOGPROBS: Final = 2**18
 
 
 @dataclass(frozen=True)
@@ -184,15 +186,18 @@ class Scheduler:
             prefills = [s for s in self.running if s.num_uncomputed > 1 and s.runnable]
         contended = len(prefills) + len(self.waiting) > 1
         share = max(budget // 2, self.limits.block_size) if contended else budget
+        logprobs = MAX_STEP_LOGPROBS
 
         def grant(sequence: Sequence, at_most: int) -> None:
-            nonlocal budget
+            nonlocal budget, logprobs
             granted = counts.get(sequence, 0)
             wanted = min(sequence.num_uncomputed, self.blocks.room(sequence)) - granted
-            count = min(wanted, at_most, budget)
+            per_token = sequence.logprobs_per_prompt_token
+            count = min(wanted, at_most, budget, logprobs // per_token if per_token else budget)
             if count > 0 and self.blocks.grow(sequence, granted + count):
                 counts[sequence] = granted + count
                 budget -= count
+                logprobs -= count * per_token
                 self.blocks.register(sequence, sequence.num_computed + granted + count)
 
         for sequence in prefills:

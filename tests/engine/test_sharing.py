@@ -81,7 +81,9 @@ BEAMS = [
 
 
 @torch.no_grad()
-def transformers_beams(model: Any, prompt: list[int], search: BeamSearch, n: int, stop: list[int]) -> Any:
+def transformers_beams(
+    model: Any, prompt: list[int], search: BeamSearch, n: int, stop: list[int], min_tokens: int = 0
+) -> Any:
     return model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -90,6 +92,7 @@ def transformers_beams(model: Any, prompt: list[int], search: BeamSearch, n: int
         length_penalty=search.length_penalty,
         early_stopping=search.early_stopping,
         max_new_tokens=14,
+        min_new_tokens=min_tokens,
         do_sample=False,
         eos_token_id=stop,
         pad_token_id=0,
@@ -137,6 +140,40 @@ async def test_beam_search_equals_that_of_transformers(shard: InProcessShard, mo
             score = float(reference.sequences_scores[index])
             assert results[name].scores[index] == pytest.approx(score, abs=1e-4)
     assert ended_early > 3
+
+
+@pytest.mark.parametrize("min_tokens", [1, 6, 14])
+async def test_beams_end_after_min_tokens(shard: InProcessShard, model: Any, min_tokens: int) -> None:
+    stop = [EOS, *range(100, 130)]
+    search, prompt = BeamSearch(beam_width=4, length_penalty=1), random_tokens(9, seed=9)
+    async with engine_on(shard, num_gpu_blocks_override=64) as engine:
+        submit = request("a", prompt, 14, stop=stop, n=2, beam_search=search, min_tokens=min_tokens)
+        outputs = (await generate(engine, [submit]))["a"].outputs
+
+    reference = transformers_beams(model, prompt, search, 2, stop, min_tokens)
+    for index, output in outputs.items():
+        assert len(output) > min_tokens or len(output) == 14
+        assert output == reference.sequences[index, 9 : 9 + len(output)].tolist()
+
+
+@pytest.mark.parametrize("mode", PREEMPTING)
+async def test_biases_and_min_tokens_outlast_a_preemption(shard: InProcessShard, mode: str) -> None:
+    def biased(index: int) -> Any:
+        params = SamplingParams(temperature=1, top_p=1, repetition_penalty=1, seed=index)
+        # A stop token that would be sampled at once, and one that would not.
+        params.logit_bias[7] = 100
+        params.logit_bias[9] = -100
+        prompt = random_tokens(10 + 7 * index, seed=index)
+        return request(f"r{index}", prompt, 30, params, stop=[7], n=3, min_tokens=20)
+
+    async with engine_on(shard, **PREEMPTING[mode]) as engine:
+        results = await generate(engine, [biased(index) for index in range(5)])
+        assert engine.scheduler
+        assert engine.scheduler.totals.preemptions > 0
+
+    outputs = [output for result in results.values() for output in result.outputs.values()]
+    assert len(outputs) == 15
+    assert all(len(output) == 21 and output.index(7) == 20 and 9 not in output for output in outputs)
 
 
 async def test_a_shared_prefix_is_computed_once(shard: InProcessShard, model: Any) -> None:

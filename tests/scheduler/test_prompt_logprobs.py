@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from common.rpc import MAX_MESSAGE_BYTES
 from pagoda.scheduler.v1.scheduler_pb2 import Load, RequestKey, SequenceOutput
 from pagoda.v1.inference_pb2 import PriorOutput
@@ -66,6 +68,25 @@ def test_a_lost_shard_costs_those_in_flight_a_second_time_and_no_others() -> Non
     harness.run()
 
     assert harness.prompt_logprobs["a"] == WHOLE
+
+
+def test_a_step_returns_no_more_than_a_message_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler.scheduler.MAX_STEP_LOGPROBS", 21)
+    harness = Harness(limits(num_blocks=24))
+    for name in "ab":
+        harness.add(submit(name, PROMPT, 1, prompt_logprobs=1))
+    harness.add(submit("c", [1, 2, 3], 1))
+
+    plan = harness.send()
+
+    assert plan
+    assert [(s.request.key[0], count) for s, count in plan.scheduled] == [
+        ("a", 8),
+        ("b", 2),
+        ("c", 3),
+    ]
+    harness.run()
+    assert harness.prompt_logprobs["a"] == harness.prompt_logprobs["b"] == WHOLE
 
 
 def test_one_of_several_outputs_reports_them() -> None:
