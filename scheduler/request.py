@@ -90,8 +90,10 @@ class Sequence:
 
     @property
     def max_prefix(self) -> int:
-        """Tokens that needn't be computed where their K and V are found: the last one, and that before a
-        log-probability to be reported, must be."""
+        """Tokens at its beginning that needn't be computed where their K and V are found.
+
+        Computing a token gives what comes after it: a sample, or the log-probability of a prompt's token.
+        """
         return self.next_prompt_logprob - 1 if self.next_prompt_logprob else self.length - 1
 
     @property

@@ -241,6 +241,7 @@ class Slots:
         if join.num_candidates:
             logprobs = join.num_candidates
         biases = dict(params.logit_bias)
+        bias = self._bias(biases)
         banned = dict.fromkeys(join.stop_token_ids, -math.inf) if join.min_tokens else {}
         self._slots[join.slot] = Slot(
             sampling=SamplingParams(
@@ -259,8 +260,8 @@ class Slots:
             prompt_length=join.prompt_length,
             length=length,
             computed=join.computed_length,
-            bias=self._bias(biases),
-            early_bias=self._bias(biases | banned),
+            bias=bias,
+            early_bias=self._bias(biases | banned) if banned else bias,
             min_length=join.prompt_length + join.min_tokens,
             prompt_logprobs=join.prompt_logprobs if join.HasField("prompt_logprobs") else None,
         )
