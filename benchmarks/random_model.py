@@ -76,7 +76,7 @@ def write_model(folder: Path, sizes: dict[str, Any], dtype: str) -> None:
     _write_tokenizer(folder, sizes["vocab_size"])
     config = load_model_config(folder)
     kind = getattr(torch, dtype)
-    shapes = DecoderModel(config, kind, torch.device("meta"), max_model_len=1).checkpoint_tensors()
+    shapes = DecoderModel(config, kind, torch.device("meta"), max_model_len=1).placements()
     # A GPU draws billions of weights in a second.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
@@ -89,7 +89,7 @@ def write_model(folder: Path, sizes: dict[str, Any], dtype: str) -> None:
         weight_map.update(dict.fromkeys(held, name))
         held.clear()
 
-    for name, tensor in shapes:
+    for name, tensor in ((placement.name, placement.tensor) for placement in shapes):
         if "norm" in name:
             held[name] = torch.ones(tensor.shape, dtype=kind)
         else:

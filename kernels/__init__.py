@@ -16,7 +16,7 @@ from kernels.batch import AttentionBatch
 from kernels.block_quantised import FORMATS, BlockQuantised, Matrix
 from kernels.cpu import decoder as cpu
 from kernels.cpu import library
-from kernels.decoder import ComposedDecoder, DecoderShape, KVCache, LayerWeights, PlainLinear, dense
+from kernels.decoder import ComposedDecoder, DecoderShape, KVCache, LayerWeights, PlainLinear, Ranks, dense
 from kernels.dispatch import (
     add_rms_norm,
     copy_blocks,
@@ -37,6 +37,7 @@ __all__ = [
     "LayerWeights",
     "Linear",
     "Matrix",
+    "Ranks",
     "add_rms_norm",
     "copy_blocks",
     "cpu_kernels_missing",
@@ -78,17 +79,21 @@ def keeps_blocks(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def prepare_decoder(
-    shape: DecoderShape, layers: Iterable[LayerWeights], dtype: torch.dtype, device: torch.device
+    shape: DecoderShape,
+    layers: Iterable[LayerWeights],
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: Ranks | None = None,
 ) -> Decoder:
-    """The layers in the form in which `device` runs them fastest.
+    """The layers, or a rank's part of them, in the form in which `device` runs them fastest.
 
     They are repacked one by one where that helps: an iterator that lets go of what it yielded never holds
     them all twice.
     """
     native = library.load() if device.type == "cpu" else None
     if native and cpu.supports(shape, dtype):
-        return cpu.PackedDecoder(native, shape, layers)
-    return ComposedDecoder(shape, [*layers])
+        return cpu.PackedDecoder(native, shape, layers, ranks)
+    return ComposedDecoder(shape, [*layers], ranks)
 
 
 def prepare_linear(weight: Matrix, dtype: torch.dtype) -> Linear:

@@ -6,6 +6,7 @@ composition serves every device; `kernels.cpu` does the same in one call.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -14,6 +15,16 @@ from torch import Tensor
 from kernels.batch import AttentionBatch
 from kernels.block_quantised import BlockQuantised, Matrix
 from kernels.dispatch import add_rms_norm, paged_attention, rms_norm, rotary_embedding, silu_and_mul, write_kv
+
+
+class Ranks(Protocol):
+    """All ranks of a tensor-parallel group, each of which has some of the heads and of the inner features."""
+
+    rank: int
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Sums `x` over all of them, in place."""
+
 
 KVCache = tuple[Tensor, Tensor]
 """K and V of one layer, each `[num_blocks, block_size, num_kv_heads, head_dim]`."""
@@ -56,8 +67,11 @@ class LayerWeights:
 class ComposedDecoder:
     """The layers, one small operation after the other."""
 
-    def __init__(self, shape: DecoderShape, layers: Sequence[LayerWeights]) -> None:
-        self._shape = shape
+    def __init__(
+        self, shape: DecoderShape, layers: Sequence[LayerWeights], ranks: Ranks | None = None
+    ) -> None:
+        """`shape` and `layers` are this rank's, of which biases on the way back to `hidden` count once."""
+        self._shape, self._ranks = shape, ranks
         self._layers = [_Layer(layer) for layer in layers]
 
     def forward(
@@ -77,11 +91,16 @@ class ComposedDecoder:
                 normed = rms_norm(hidden, parameters.attention_norm, eps)
             else:
                 normed, hidden = add_rms_norm(pending, hidden, parameters.attention_norm, eps)
-            pending = self._attention(layer, normed, cos, sin, batch, kv_cache)
+            pending = self._summed(self._attention(layer, normed, cos, sin, batch, kv_cache))
             normed, hidden = add_rms_norm(pending, hidden, parameters.mlp_norm, eps)
             gate_up = F.linear(normed, layer.gate_up, parameters.gate_up_bias)
-            pending = F.linear(silu_and_mul(gate_up), layer.down, parameters.down_bias)
+            pending = self._summed(F.linear(silu_and_mul(gate_up), layer.down, parameters.down_bias))
         return hidden if pending is None else hidden + pending
+
+    def _summed(self, partial: Tensor) -> Tensor:
+        if self._ranks is not None:
+            self._ranks.all_reduce(partial)
+        return partial
 
     def _attention(
         self, layer: "_Layer", x: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, kv_cache: KVCache

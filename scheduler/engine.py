@@ -192,6 +192,7 @@ class Engine:
                     max_num_batched_tokens=limits.max_num_batched_tokens,
                     max_model_len=limits.max_model_len,
                     num_host_blocks=limits.num_host_blocks,
+                    rendezvous_address=description.rendezvous_address,
                 )
                 await self._ticking(self._shard.configure(configuration))
             except ConfigurationError as error:
@@ -199,7 +200,7 @@ class Engine:
             except ShardError as error:
                 if str(error) != reason:
                     reason = str(error)
-                    log.info("waiting for the shard at %s: %s", self.config.shard_addresses[0], reason)
+                    log.info("waiting for %s: %s", ", ".join(self.config.shard_addresses), reason)
                 await asyncio.sleep(delay)
                 delay = min(delay * 1.5, 1.0)
                 continue
@@ -235,6 +236,10 @@ class Engine:
         if shard.protocol_version != PROTOCOL_VERSION:
             message = f"the shard speaks protocol {shard.protocol_version}, the scheduler {PROTOCOL_VERSION}"
             raise FatalError(f"{message}; run the same version of both")
+        if shard.world_size > len(config.shard_addresses):
+            raise FatalError(
+                f"the shard is one of {shard.world_size} ranks; give all of them in --shard-addresses"
+            )
         block_bytes = shard.kv_bytes_per_token * config.block_size
         if self.scheduler and config.num_gpu_blocks_override is None:
             fits = self.scheduler.limits.num_blocks

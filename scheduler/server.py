@@ -28,6 +28,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.engine import Engine, FatalError
 from scheduler.service import SchedulerService
 from scheduler.shard_client import GrpcShardClient
+from scheduler.shard_group import ShardGroup
 
 log = logging.getLogger(__name__)
 SERVICE = "pagoda.scheduler.v1.SchedulerService"
@@ -43,7 +44,8 @@ async def serve(config: SchedulerConfig) -> None:
     """
     probes = Probes()
     serve_probes(config.metrics_address, probes)
-    shard = GrpcShardClient(config.shard_addresses[0])
+    ranks = config.shard_addresses
+    shard = GrpcShardClient(ranks[0]) if len(ranks) == 1 else ShardGroup(ranks)
     engine = Engine(config, shard, probes)
     metrics.watch(lambda: engine.scheduler)
     service = SchedulerService(engine)
@@ -89,9 +91,10 @@ async def _follow(probes: Probes, health: Any) -> None:
 
 
 def _check_shard_addresses(addresses: Sequence[str]) -> None:
-    if len(addresses) != 1:
-        raise AddressError("--shard-addresses: a replica has one shard in this version; give one address")
-    check_address("--shard-addresses", addresses[0])
+    if not addresses:
+        raise AddressError("--shard-addresses: give at least one")
+    for address in addresses:
+        check_address("--shard-addresses", address)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """The scheduler's end of a shard's contract."""
 
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import grpc
 
@@ -18,6 +18,9 @@ from pagoda.shard.v1.shard_pb2_grpc import ShardServiceStub
 
 if TYPE_CHECKING:
     from pagoda.shard.v1.shard_pb2_grpc import ShardServiceAsyncStub
+
+
+EXECUTE: Final = "/pagoda.shard.v1.ShardService/Execute"
 
 
 class ShardError(Exception):
@@ -60,12 +63,18 @@ class ShardClient(Protocol):
 class GrpcStepStream:
     """`Execute` over gRPC."""
 
-    def __init__(self, stub: "ShardServiceAsyncStub") -> None:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        # Of bytes, so that many ranks' command is serialised once.
+        execute: Any = channel.stream_stream(EXECUTE, None, ExecuteResponse.FromString)
         # Called without an iterator, it takes commands through write().
-        self._call: grpc.aio.StreamStreamCall[ExecuteRequest, ExecuteResponse] = stub.Execute()  # type: ignore[call-arg]
+        self._call: grpc.aio.StreamStreamCall[bytes, ExecuteResponse] = execute()
 
     async def send(self, command: ExecuteRequest) -> None:
         """Sends one command; a broken stream shows in `results`."""
+        await self.write(command.SerializeToString())
+
+    async def write(self, command: bytes) -> None:
+        """Sends one serialised command."""
         try:
             await self._call.write(command)
         except (grpc.RpcError, grpc.aio.UsageError) as error:
@@ -110,7 +119,7 @@ class GrpcShardClient:
 
     def execute(self) -> GrpcStepStream:
         """Opens the step stream."""
-        return GrpcStepStream(self._stub)
+        return GrpcStepStream(self._channel)
 
     async def close(self) -> None:
         """Closes the channel."""

@@ -37,6 +37,24 @@ class ShardConfig:
         minimum=0.05,
         maximum=1.0,
     )
+    tensor_parallel_size: int = option(
+        "Ranks that share the model, each a shard process of its own",
+        default=1,
+        unit="ranks",
+        minimum=1,
+        maximum=1024,
+    )
+    rank: int = option("Which of them this is; rank 0 samples", default=0, minimum=0, maximum=1023)
+    rendezvous_host: str = option(
+        "Of rank 0: the address of this machine at which the other ranks reach it", default="127.0.0.1"
+    )
+    collective_timeout: float = option(
+        "How long a rank waits for the others within a step; then the step fails",
+        default=30.0,
+        unit="seconds",
+        minimum=1,
+        maximum=3600,
+    )
     enforce_eager: bool = option(
         "Launch the kernels of decode steps one by one, instead of replaying CUDA graphs", default=False
     )

@@ -14,6 +14,7 @@ from pagoda.shard.v1.shard_pb2 import BlockCopy, ConfigureRequest, ExecuteReques
 from shard import decode_graphs, kv_cache, metrics, warm_up
 from shard.decode_graphs import Capture, DecodeGraphs
 from shard.models import DecoderModel
+from shard.parallel import RankGroup
 from shard.prompt_logprobs import PromptLogprobs
 from shard.results import StepResult, Stopwatch
 from shard.rope import rotary_tables
@@ -37,11 +38,13 @@ class StepExecutor:
         dtype: torch.dtype,
         device: torch.device,
         start_capture: Callable[[], Capture] | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         """`start_capture` gives each configuration what captures its decode steps, else they run eagerly.
 
-        `device` names a GPU by its index.
+        `device` names a GPU by its index. Of several `ranks`, all execute the same commands, and 0 samples.
         """
+        self._ranks = ranks
         self.model = model
         self._dtype = dtype
         self._device = device
@@ -59,7 +62,10 @@ class StepExecutor:
     def configure(self, request: ConfigureRequest) -> bool:
         """Empties the slots and allocates, unless the blocks at hand fit; True if they were kept.
 
-        Warms up as well, unless an equal configuration did.
+        Warms up as well, unless an equal configuration did, on every rank.
+
+        Raises:
+            RankMismatchError: the ranks don't belong together.
         """
         if self._device.type == "cuda":
             # Where Triton launches. The setting is the thread's.
@@ -67,7 +73,11 @@ class StepExecutor:
         pool_shape = (request.num_blocks, request.num_host_blocks, request.block_size)
         step_shape = (request.max_num_seqs, request.max_num_batched_tokens, request.max_model_len)
         kept = self._pool_shape == pool_shape
-        if kept and self._step_shape == step_shape:
+        warm = kept and self._step_shape == step_shape
+        if self._ranks:
+            self._ranks.join(request.rendezvous_address, request.epoch, f"{pool_shape}, {step_shape}")
+            warm = not self._ranks.any(not warm)
+        if warm:
             self._slots.clear()
             return kept
         # Graphs know the addresses of all that follows.
@@ -138,7 +148,7 @@ class StepExecutor:
         slots.apply(command)
         step = slots.advance(command.scheduled, command.forks)
         watch = Stopwatch(self._device)
-        result = StepResult(command.epoch, command.step, watch, step.num_tokens, step.sampling_slots)
+        result = StepResult(command.epoch, command.step, watch, step.num_tokens)
         graphs = self._graphs if step.pad(self._padded_size(step)) else None
 
         sent = self._send(step)
@@ -158,9 +168,7 @@ class StepExecutor:
                 logits = logits.index_select(0, sent.fork_rows)
                 tokens = slots.token_ids[:, : max(step.next_positions)]
                 tokens.index_copy_(0, sent.fork_targets, tokens.index_select(0, sent.fork_sources))
-            result.samples = self._sample(logits, step)
-            _scatter(slots.token_ids, sent.next_indices, result.samples.token_ids)
-            result.num_candidates = [slots[slot].num_candidates for slot in step.sampling_slots]
+            _scatter(slots.token_ids, sent.next_indices, self._next_tokens(logits, step, result))
         watch.mark()
         return result
 
@@ -222,6 +230,18 @@ class StepExecutor:
         held = self._slots.token_ids
         token_ids = held.view(-1).index_select(0, batch.positions.add(slots, alpha=held.shape[1])).long()
         return self.model.forward(token_ids, batch, self._caches)
+
+    def _next_tokens(self, logits: Tensor, step: Step, result: StepResult) -> Tensor:
+        """Of `step.sampling_slots`, int64, the same on all ranks."""
+        if self._ranks is None or not self._ranks.rank:
+            result.slots, result.samples = step.sampling_slots, self._sample(logits, step)
+            result.num_candidates = [self._slots[slot].num_candidates for slot in step.sampling_slots]
+            token_ids = result.samples.token_ids
+        else:
+            token_ids = torch.empty(len(step.sampling_slots), dtype=torch.int64, device=self._device)
+        if self._ranks:
+            self._ranks.broadcast(token_ids)
+        return token_ids
 
     def _sample(self, logits: Tensor, step: Step) -> SampleResult:
         slots, tokens = [self._slots[index] for index in step.sampling_slots], self._slots.token_ids

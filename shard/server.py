@@ -28,6 +28,7 @@ from shard.config import ShardConfig
 from shard.decode_graphs import CudaCapture
 from shard.executor import StepExecutor
 from shard.model_config import ModelError, load_model_config
+from shard.parallel import WHOLE, Partition, RankGroup, Rendezvous
 from shard.rope import max_context_len
 from shard.service import Loaded, ShardService
 from shard.weights import load_model, model_revision
@@ -63,7 +64,9 @@ def load_shard(
         path = cached_import(path, cache_root(), progress)
     model_config = load_model_config(path)
     device = _device(config.device)
-    graphs = device.type == "cuda" and not config.enforce_eager
+    partition = _partition(config)
+    # A graph of several ranks would hold their collectives.
+    graphs = device.type == "cuda" and not config.enforce_eager and partition == WHOLE
     dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
     longest = max_context_len(model_config)
     if kernels.cpu_kernels_missing(device):
@@ -73,28 +76,47 @@ def load_shard(
         )
     started = time.monotonic()
     blocks = {}
-    if gguf and kernels.keeps_blocks(dtype, device):
+    if gguf and kernels.keeps_blocks(dtype, device) and partition == WHOLE:
         from shard.gguf_import import block_matrices
 
         blocks = block_matrices(gguf)
-    model = load_model(path, model_config, dtype, device, longest, progress, blocks).prepare()
+    model = load_model(path, model_config, dtype, device, longest, progress, blocks, partition)
+    revision = model_revision(path)
+    ranks = None
+    if partition != WHOLE:
+        identity = f"model {revision} as {dtype} on {partition.world_size} ranks"
+        ranks = RankGroup(partition, device, config.collective_timeout, identity)
+    model.prepare(ranks)
     log.info("loaded %s as %s on %s in %.1f s", path, dtype, device, time.monotonic() - started)
     description = DescribeResponse(
         protocol_version=PROTOCOL_VERSION,
-        model_revision=model_revision(path),
+        model_revision=revision,
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
-        rank=0,
-        world_size=1,
+        rank=partition.rank,
+        world_size=partition.world_size,
         vocab_size=model_config.vocab_size,
         max_model_len=longest,
-        kv_bytes_per_token=kv_cache.bytes_per_token(model_config, dtype),
+        kv_bytes_per_token=kv_cache.bytes_per_token(model.config, dtype),
         kv_capacity_bytes=kv_cache.capacity_bytes(
             model, device, config.kv_cache_memory_bytes, config.gpu_memory_utilization, graphs
         ),
     )
+    if ranks and not ranks.rank:
+        rendezvous = Rendezvous(config.rendezvous_host)
+        description.rendezvous_address = rendezvous.address
+    else:
+        rendezvous = None
     start_capture = partial(CudaCapture, device) if graphs else None
-    return Loaded(StepExecutor(model, dtype, device, start_capture), description)
+    return Loaded(StepExecutor(model, dtype, device, start_capture, ranks), description, rendezvous)
+
+
+def _partition(config: ShardConfig) -> Partition:
+    if config.rank >= config.tensor_parallel_size:
+        raise ModelError(
+            f"--rank {config.rank} must be less than --tensor-parallel-size {config.tensor_parallel_size}"
+        )
+    return Partition(config.rank, config.tensor_parallel_size)
 
 
 def _device(wanted: str) -> torch.device:

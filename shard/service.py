@@ -28,6 +28,7 @@ from pagoda.shard.v1.shard_pb2 import (
 from pagoda.shard.v1.shard_pb2_grpc import ShardServiceServicer
 from shard import metrics
 from shard.executor import StepError, StepExecutor
+from shard.parallel import RankMismatchError, Rendezvous
 from shard.results import StepResult
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ class Loaded:
 
     executor: StepExecutor
     description: DescribeResponse
+    rendezvous: Rendezvous | None = None
+    """What rank 0 of several serves as long as this lives."""
 
 
 class ShardService(ShardServiceServicer):
@@ -96,6 +99,8 @@ class ShardService(ShardServiceServicer):
             self._epoch = request.epoch
         try:
             kept = self._compute.submit(loaded.executor.configure, request).result()
+        except RankMismatchError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except (RuntimeError, MemoryError) as error:
             log.exception("configure failed")
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{wanted} bytes of blocks: {error}")

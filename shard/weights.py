@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels import BlockQuantised
 from shard.model_config import ModelConfig, ModelError
 from shard.models import DecoderModel
+from shard.parallel import WHOLE, Partition
 from shard.rope import max_context_len
 
 SINGLE = "model.safetensors"
@@ -41,8 +42,9 @@ def load_model(
     max_model_len: int,
     progress: Callable[[int, int], None] | None = None,
     blocks: Mapping[str, BlockQuantised] = MappingProxyType({}),
+    partition: Partition = WHOLE,
 ) -> DecoderModel:
-    """Builds the model and fills it from the folder `path`, converting to `dtype`.
+    """Builds the part of the model and fills it from the folder `path`, converting to `dtype`.
 
     All headers are checked against `config` before any memory is taken; then peak memory is the model and
     one tensor. Weights that `blocks` stand in for (see `DecoderModel.take_blocks`) aren't read. `progress`
@@ -56,21 +58,21 @@ def load_model(
             f"{path}: max_model_len is {max_model_len}; the model supports 1 to {longest} tokens"
         )
     shapes = DecoderModel(config, dtype, torch.device("meta"), max_model_len=1)
-    wanted = _checked(path, dict(shapes.checkpoint_tensors()), _entries(path))
+    expected = {placement.name: placement.tensor for placement in shapes.placements()}
+    entries = _checked(path, expected, _entries(path))
 
-    model = DecoderModel(config, dtype, device, max_model_len)
+    model = DecoderModel(config, dtype, device, max_model_len, partition)
     model.take_blocks(blocks)
-    targets = dict(model.checkpoint_tensors())
-    wanted = {name: wanted[name] for name in targets}
-    total = sum(entry.end - entry.begin for entry in wanted.values())
+    placements = [*model.placements()]
+    total = sum(placement.tensor.nbytes for placement in placements)
     done = 0
-    for file in _files(wanted.values()):
+    for file in _files(entries[placement.name] for placement in placements):
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name, entry in wanted.items():
-                    if entry.file == file:
-                        targets[name].copy_(tensors.get_tensor(name))
-                        done += entry.end - entry.begin
+                for placement in placements:
+                    if entries[placement.name].file == file:
+                        placement.tensor.copy_(tensors.get_slice(placement.name)[placement.part])
+                        done += placement.tensor.nbytes
                         if progress is not None:
                             progress(done, total)
         except (SafetensorError, OSError) as error:

@@ -32,6 +32,8 @@ struct Step {
   const int64_t* slot_mapping;
   const int32_t *block_tables, *query_start, *seq_lens;
   const void *cos, *sin;  // [num_tokens, head_dim / 2]
+  void (*sum_over_ranks)();  // makes `hidden` whole, where this is one of several ranks; else null
+  int32_t adds_to_hidden;    // of several ranks, one
 };
 
 // Memory that only grows, so that a step allocates nothing once the largest has run.
@@ -285,8 +287,7 @@ struct Decoder {
     multiply_into<false>(normed, layer.qkv, layer.qkv_format, layer.qkv_bias, shape.hidden_size, qkv_size(), qkv);
     place_keys_and_values(layer);
     attend(layer, plan);
-    multiply_into<true>(attended, layer.output, layer.output_format, layer.output_bias, query_size(),
-                        shape.hidden_size, hidden);
+    multiply_back(attended, layer.output, layer.output_format, layer.output_bias, query_size());
   }
 
   void mlp_half(const Layer& layer) {
@@ -295,7 +296,19 @@ struct Decoder {
     matmul(normed, step.num_tokens, layer.gate_up, layer.gate_up_format, shape.hidden_size,
            PanelOrder{2 * size, true}.num_panels(),
            gated_writer(activated, static_cast<const T*>(layer.gate_up_bias), size));
-    multiply_into<true>(activated, layer.down, layer.down_format, layer.down_bias, size, shape.hidden_size, hidden);
+    multiply_back(activated, layer.down, layer.down_format, layer.down_bias, size);
+  }
+
+  // The end of each half: back to the hidden state.
+  void multiply_back(const T* x, const void* weight, Format format, const void* bias, int depth) {
+    if (step.adds_to_hidden)
+      multiply_into<true>(x, weight, format, bias, depth, shape.hidden_size, hidden);
+    else
+      multiply_into<false>(x, weight, format, bias, depth, shape.hidden_size, hidden);
+    if (!step.sum_over_ranks) return;
+#pragma omp master
+    step.sum_over_ranks();
+#pragma omp barrier
   }
 
   template <bool kAdd>

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.batch import AttentionBatch
 from kernels.block_quantised import FORMATS, BlockQuantised, Matrix
 from kernels.cpu import library
-from kernels.decoder import DecoderShape, KVCache, LayerWeights
+from kernels.decoder import DecoderShape, KVCache, LayerWeights, Ranks
 
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 DENSE = -1
@@ -53,8 +53,15 @@ class PackedLinear:
 class PackedDecoder:
     """`ComposedDecoder` in one call of the library."""
 
-    def __init__(self, native: ctypes.CDLL, shape: DecoderShape, layers: Iterable[LayerWeights]) -> None:
+    def __init__(
+        self,
+        native: ctypes.CDLL,
+        shape: DecoderShape,
+        layers: Iterable[LayerWeights],
+        ranks: Ranks | None = None,
+    ) -> None:
         """Packs layer by layer: an iterator that drops what it yielded keeps one layer in memory twice."""
+        self._sums = _Sums(ranks) if ranks else None
         packed = [_packed(native, layer) for layer in layers]
         self._tensors = [tensors for tensors, _ in packed]
         self._layers = (library.Layer * len(packed))(*(layer for _, layer in packed))
@@ -99,10 +106,13 @@ class PackedDecoder:
             seq_lens=batch.seq_lens.data_ptr(),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
+            adds_to_hidden=True,
         )
-        self._run(
-            ctypes.byref(self._shape), self._layers, len(self._layers), ctypes.byref(step), hidden.data_ptr()
-        )
+        arguments = (ctypes.byref(self._shape), self._layers, len(self._layers), ctypes.byref(step))
+        if self._sums:
+            self._sums.run(hidden, step, lambda: self._run(*arguments, hidden.data_ptr()))
+        else:
+            self._run(*arguments, hidden.data_ptr())
         return hidden
 
     def _bind(self, kv_caches: Sequence[KVCache]) -> None:
@@ -112,6 +122,35 @@ class PackedDecoder:
                 _check(fits and cache.is_contiguous(), name, cache)
                 setattr(layer, name, cache.data_ptr())
         self._bound = weakref.ref(kv_caches[0][0])
+
+
+class _Sums:
+    """What the library calls after each half layer: sums the hidden state over the ranks.
+
+    Rank 0 adds its part to the hidden state, the others put theirs in its place, so the sum is the whole.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._hidden = torch.empty(0)
+        self._failure: Exception | None = None
+        # Kept, as the library has its address.
+        self._callback = library.Callback(self._sum)
+
+    def run(self, hidden: Tensor, step: library.Step, layers: Callable[[], None]) -> None:
+        """Runs `layers`, which `step` describes; raises what a sum raised, which can't pass the library."""
+        self._hidden, self._failure = hidden, None
+        step.sum_over_ranks, step.adds_to_hidden = self._callback, self._ranks.rank == 0
+        layers()
+        if self._failure is not None:
+            raise self._failure
+
+    def _sum(self) -> None:
+        if self._failure is None:
+            try:
+                self._ranks.all_reduce(self._hidden)
+            except Exception as failure:
+                self._failure = failure
 
 
 def _packed(native: ctypes.CDLL, layer: LayerWeights) -> tuple[dict[str, Tensor], library.Layer]:

@@ -32,6 +32,9 @@ class Layer(ctypes.Structure):
     )
 
 
+Callback = ctypes.CFUNCTYPE(None)
+
+
 class Step(ctypes.Structure):
     """Mirrors `Step` in decoder.cpp."""
 
@@ -39,6 +42,8 @@ class Step(ctypes.Structure):
         *((name, c_int32) for name in ("num_seqs", "num_tokens", "block_size", "table_stride")),
         *((name, c_void_p) for name in ("slot_mapping", "block_tables", "query_start", "seq_lens")),
         *((name, c_void_p) for name in ("cos", "sin")),
+        ("sum_over_ranks", Callback),
+        ("adds_to_hidden", c_int32),
     )
 
 

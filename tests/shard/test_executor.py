@@ -24,7 +24,7 @@ PROMPT = random_tokens(10, seed=5)
 
 
 def configure(executor: StepExecutor, **fields: int) -> bool:
-    sizes = {
+    sizes: dict[str, Any] = {
         "epoch": 1,
         "num_blocks": 8,
         "block_size": 4,

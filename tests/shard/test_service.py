@@ -50,7 +50,7 @@ def loaded(service: ShardService, executor: StepExecutor) -> Loaded:
 
 
 def configuration(**fields: int) -> ConfigureRequest:
-    sizes = {
+    sizes: dict[str, Any] = {
         "protocol_version": PROTOCOL_VERSION,
         "epoch": 1,
         "num_blocks": 8,

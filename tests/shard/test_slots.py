@@ -1,5 +1,7 @@
 """Deltas, from commands to tables on the device."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -100,7 +102,7 @@ def test_more_than_fits_arrives_too() -> None:
     ],
 )
 def test_a_shard_warms_up_for_any_configuration(
-    executor: StepExecutor, sizes: dict[str, int], on_gpu: bool
+    executor: StepExecutor, sizes: dict[str, Any], on_gpu: bool
 ) -> None:
     request = ConfigureRequest(epoch=1, **sizes)
     executor.configure(request)
@@ -125,7 +127,12 @@ def _taken(command: ExecuteRequest) -> list[int]:
 def test_an_equal_configuration_warms_up_once(
     executor: StepExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"num_blocks": 8, "block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 16}
+    sizes: dict[str, Any] = {
+        "num_blocks": 8,
+        "block_size": 4,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 16,
+    }
     executor.configure(ConfigureRequest(epoch=1, max_model_len=32, **sizes))
     monkeypatch.setattr(executor, "execute", None)
 

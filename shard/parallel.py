@@ -1,0 +1,155 @@
+"""Tensor parallelism: which part of a model is a rank's, and how ranks put their results together.
+
+Columns, then rows, as in Megatron-LM (arXiv 1909.08053, section 3): each rank has some heads and some of the
+MLP's inner features, and two sums over all ranks per layer make the hidden state whole. Where there are more
+ranks than KV heads, neighbouring ranks hold the same one.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from shard.model_config import ModelConfig, ModelError
+
+RENDEZVOUS_TIMEOUT_S: Final = 30.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One rank's part."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def of(self, config: ModelConfig) -> ModelConfig:
+        """The sizes of this rank's part; vocabulary and hidden size stay those of the whole.
+
+        Raises:
+            ModelError: the model can't be divided among so many ranks.
+        """
+        for name, size in (
+            ("num_attention_heads", config.num_heads),
+            ("intermediate_size", config.intermediate_size),
+        ):
+            if size % self.world_size:
+                raise ModelError(f"--tensor-parallel-size {self.world_size} doesn't divide {name} {size}")
+        kv_heads = config.num_kv_heads
+        if kv_heads % self.world_size and self.world_size % kv_heads:
+            raise ModelError(
+                f"--tensor-parallel-size {self.world_size} neither divides num_key_value_heads {kv_heads} "
+                "nor is a multiple of it"
+            )
+        return replace(
+            config,
+            num_heads=config.num_heads // self.world_size,
+            num_kv_heads=len(self.kv_heads(kv_heads)),
+            intermediate_size=config.intermediate_size // self.world_size,
+        )
+
+    def share(self, size: int) -> range:
+        """This rank's part of `size` things, which the ranks divide evenly."""
+        part = size // self.world_size
+        return range(self.rank * part, (self.rank + 1) * part)
+
+    def kv_heads(self, number: int) -> range:
+        """This rank's KV heads."""
+        if number >= self.world_size:
+            return self.share(number)
+        head = self.rank * number // self.world_size
+        return range(head, head + 1)
+
+    def vocabulary(self, size: int) -> range:
+        """This rank's token ids: the last ranks may have fewer than the others, or none."""
+        part = -(-size // self.world_size)
+        return range(min(self.rank * part, size), min((self.rank + 1) * part, size))
+
+
+WHOLE: Final = Partition()
+
+
+class RankMismatchError(ValueError):
+    """The ranks of a group don't belong together; the message says in what they differ."""
+
+
+class Rendezvous:
+    """Where the ranks of a group find each other: rank 0 serves it, for as long as its process lives."""
+
+    def __init__(self, host: str) -> None:
+        """Listens on a free port."""
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self.address = f"{host}:{self._store.port}"
+
+
+class RankGroup:
+    """The ranks of one model. Collectives block until every rank takes part, and fail if one is gone.
+
+    Before the first `join`, a rank is alone: it can be run, to learn how much memory that takes.
+
+    Attributes:
+        rank: This one.
+        world_size: How many there are.
+    """
+
+    def __init__(self, partition: Partition, device: torch.device, timeout_s: float, identity: str) -> None:
+        """A collective that takes longer than `timeout_s` fails. All ranks must say the same `identity`."""
+        self.rank, self.world_size = partition.rank, partition.world_size
+        self._device, self._identity = device, identity
+        self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def join(self, address: str, epoch: int, configuration: str) -> None:
+        """Forms the group of an epoch at rank 0's `Rendezvous`, instead of the one that there was.
+
+        Raises:
+            RankMismatchError: another rank has another identity or configuration.
+            RuntimeError: not all ranks came in time.
+        """
+        self.leave()
+        agreed = f"{self._identity}, {configuration}"
+        host, _, port = address.rpartition(":")
+        waiting = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+        store = PrefixStore(f"epoch-{epoch}", TCPStore(host, int(port), timeout=waiting))
+        store.set(f"agreed-{self.rank}", agreed)
+        for rank in range(self.world_size):
+            theirs = store.get(f"agreed-{rank}").decode()
+            if theirs != agreed:
+                raise RankMismatchError(f"rank {self.rank} has {agreed}; rank {rank} has {theirs}")
+        dist.init_process_group(
+            self._backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self._timeout
+        )
+        log.info("rank %d of %d joined epoch %d at %s", self.rank, self.world_size, epoch, address)
+
+    def leave(self) -> None:
+        """Ends the group, whatever its other ranks do."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on any rank."""
+        count = torch.tensor([int(flag)], device=self._device)
+        dist.all_reduce(count)
+        return bool(count.item())
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Sums `x` over all ranks, in place."""
+        if dist.is_initialized():
+            dist.all_reduce(x)
+
+    def broadcast(self, x: Tensor) -> None:
+        """Rank 0's `x` on all ranks, in place."""
+        dist.broadcast(x, 0)
+
+    def gather(self, x: Tensor) -> list[Tensor] | None:
+        """Every rank's `x`, all of one shape, on rank 0; elsewhere None."""
+        parts = None if self.rank else [torch.empty_like(x) for _ in range(self.world_size)]
+        if dist.is_initialized():
+            dist.gather(x, parts, dst=0)
+        return parts
