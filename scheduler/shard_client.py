@@ -1,5 +1,6 @@
 """The scheduler's end of a shard's contract."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -77,7 +78,7 @@ class GrpcStepStream:
         """Sends one serialised command."""
         try:
             await self._call.write(command)
-        except (grpc.RpcError, grpc.aio.UsageError) as error:
+        except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
             raise ShardError(f"the shard's step stream broke: {_describe(error)}") from error
 
     async def results(self) -> AsyncIterator[ExecuteResponse]:
