@@ -238,7 +238,7 @@ def _decoder(*sequences: tuple[int, int, int]) -> Callable[[Shape], Prepared]:
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,
-            shape.intermediate_size,
+            frozenset({shape.intermediate_size}),
             rms_norm_eps=1e-5,
         )
         hidden = shape.tensor(of.num_tokens, shape.hidden_size)

@@ -20,12 +20,15 @@ from kernels.decoder import ComposedDecoder, DecoderShape, KVCache, LayerWeights
 from kernels.dispatch import (
     add_rms_norm,
     copy_blocks,
+    mix_experts,
     paged_attention,
     rms_norm,
     rotary_embedding,
+    route,
     silu_and_mul,
     write_kv,
 )
+from kernels.experts import Experts
 
 __all__ = [
     "FORMATS",
@@ -33,6 +36,7 @@ __all__ = [
     "BlockQuantised",
     "Decoder",
     "DecoderShape",
+    "Experts",
     "KVCache",
     "LayerWeights",
     "Linear",
@@ -42,11 +46,13 @@ __all__ = [
     "copy_blocks",
     "cpu_kernels_missing",
     "keeps_blocks",
+    "mix_experts",
     "paged_attention",
     "prepare_decoder",
     "prepare_linear",
     "rms_norm",
     "rotary_embedding",
+    "route",
     "silu_and_mul",
     "write_kv",
 ]

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from kernels.batch import AttentionBatch
 from kernels.block_quantised import BlockQuantised, Matrix
-from kernels.dispatch import add_rms_norm, paged_attention, rms_norm, rotary_embedding, silu_and_mul, write_kv
+from kernels.dispatch import (
+    add_rms_norm,
+    mix_experts,
+    paged_attention,
+    rms_norm,
+    rotary_embedding,
+    route,
+    silu_and_mul,
+    write_kv,
+)
+from kernels.experts import Experts
 
 
 class Ranks(Protocol):
@@ -38,7 +48,8 @@ class DecoderShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
+    inner_sizes: frozenset[int]
+    """Of all MLPs and experts."""
     rms_norm_eps: float
 
 
@@ -46,7 +57,8 @@ class DecoderShape:
 class LayerWeights:
     """Parameters of one layer, all of one dtype but for quantised matrices.
 
-    `qkv` stacks the projections to queries, keys and values; `gate_up` the gates over the ups.
+    `qkv` stacks the projections to queries, keys and values; `gate_up` the gates over the ups. A layer has an
+    MLP, or experts, or both.
     """
 
     attention_norm: Tensor
@@ -57,11 +69,12 @@ class LayerWeights:
     output: Matrix
     output_bias: Tensor | None
     mlp_norm: Tensor
-    gate_up: Matrix
+    gate_up: Matrix | None
     gate_up_bias: Tensor | None
-    down: Matrix
+    down: Matrix | None
     down_bias: Tensor | None
     sliding_window: int | None
+    experts: Experts | None = None
 
 
 class ComposedDecoder:
@@ -93,8 +106,7 @@ class ComposedDecoder:
                 normed, hidden = add_rms_norm(pending, hidden, parameters.attention_norm, eps)
             pending = self._summed(self._attention(layer, normed, cos, sin, batch, kv_cache))
             normed, hidden = add_rms_norm(pending, hidden, parameters.mlp_norm, eps)
-            gate_up = F.linear(normed, layer.gate_up, parameters.gate_up_bias)
-            pending = self._summed(F.linear(silu_and_mul(gate_up), layer.down, parameters.down_bias))
+            pending = self._summed(layer.mlp(normed))
         return hidden if pending is None else hidden + pending
 
     def _summed(self, partial: Tensor) -> Tensor:
@@ -128,8 +140,23 @@ class _Layer:
         self.parameters = parameters
         self.qkv = dense(parameters.qkv, dtype)
         self.output = dense(parameters.output, dtype)
-        self.gate_up = dense(parameters.gate_up, dtype)
-        self.down = dense(parameters.down, dtype)
+        self._gate_up = None if parameters.gate_up is None else dense(parameters.gate_up, dtype)
+        self._down = None if parameters.down is None else dense(parameters.down, dtype)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """What the layer's MLP and its experts make of `[num_tokens, hidden_size]`."""
+        parameters, experts, made = self.parameters, self.parameters.experts, None
+        if self._gate_up is not None and self._down is not None:
+            inner = silu_and_mul(F.linear(x, self._gate_up, parameters.gate_up_bias))
+            made = F.linear(inner, self._down, parameters.down_bias)
+            if experts and experts.shared_gate is not None:
+                made = made * F.linear(x, experts.shared_gate).sigmoid()
+        if experts:
+            shares, chosen = route(x, experts.gate, experts.num_per_token, experts.normalise)
+            mixed = mix_experts(x, shares, chosen, experts.gate_up, experts.down, experts.first)
+            made = mixed if made is None else made + mixed
+        assert made is not None  # noqa: S101
+        return made
 
 
 def dense(matrix: Matrix, dtype: torch.dtype) -> Tensor:

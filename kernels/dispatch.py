@@ -39,6 +39,9 @@ add_rms_norm = _by_device(reference.add_rms_norm)
 rotary_embedding = _by_device(reference.rotary_embedding)
 silu_and_mul = _by_device(reference.silu_and_mul)
 write_kv = _by_device(reference.write_kv)
+# Small and the same everywhere: nothing is gained by a kernel of its own.
+route = reference.route
+mix_experts = _by_device(reference.mix_experts)
 
 
 @wraps(reference.copy_blocks)

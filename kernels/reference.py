@@ -53,6 +53,40 @@ def write_kv(
             slots.index_copy_(0, slot_mapping, tokens)
 
 
+def route(x: Tensor, gate: Tensor, num_per_token: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """Which experts each token takes, and by what shares; see `kernels.experts.Experts`.
+
+    `x`: `[num_tokens, hidden_size]`; `gate`: `[num_experts, hidden_size]`. Returns shares, float32 (float64
+    for float64), and experts, int64, both `[num_tokens, num_per_token]`.
+    Source: Outrageously Large Neural Networks (arXiv 1701.06538); Mixtral of Experts (arXiv 2401.04088),
+    section 2.1.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    scores = F.linear(x.to(wide), gate.to(wide)).softmax(-1)
+    shares, experts = scores.topk(num_per_token)
+    if normalise:
+        shares = shares / shares.sum(-1, keepdim=True)
+    return shares, experts
+
+
+def mix_experts(
+    x: Tensor, shares: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, first: int
+) -> Tensor:
+    """What the experts that are held make of their tokens, summed by share.
+
+    `x`: `[num_tokens, hidden_size]`; `shares`, `experts`: as `route` gives them; `gate_up`, `down`, `first`:
+    see `kernels.experts.Experts`. Experts that aren't held add nothing. Returns `[num_tokens, hidden_size]`,
+    summed in float32 in the order of the experts.
+    """
+    mixed = torch.zeros_like(x, dtype=shares.dtype)
+    for index, (gate_up_one, down_one) in enumerate(zip(gate_up, down, strict=True), start=first):
+        tokens, places = (experts == index).nonzero(as_tuple=True)
+        if len(tokens):
+            made = F.linear(silu_and_mul(F.linear(x[tokens], gate_up_one)), down_one)
+            mixed.index_add_(0, tokens, made.to(mixed.dtype) * shares[tokens, places].unsqueeze(-1))
+    return mixed.to(x.dtype)
+
+
 def check_scale(cache: Tensor, scale: float) -> None:
     """Raises `ValueError` unless `cache` can have `scale`: positive, and 1 if it isn't FP8."""
     if cache.dtype != FP8 and scale != 1:

@@ -34,6 +34,21 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in some layers; `kernels.experts` says how it is computed."""
+
+    num_experts: int
+    num_per_token: int
+    size: int
+    """Inner features of one expert."""
+    normalise: bool
+    shared_size: int
+    """Inner features of the MLP beside the experts, which counts by a gate of its own; 0: none."""
+    layers: tuple[bool, ...]
+    """Per layer, whether it has experts; else it has a plain MLP."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder of one of the supported families. Sizes count elements, lengths count tokens."""
 
@@ -41,6 +56,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Inner features of a plain MLP."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -57,6 +73,7 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]
     """Per layer: how many tokens a token sees, itself included; `None` is all of them."""
     rope: RopeConfig
+    experts: ExpertsConfig | None
     eos_token_ids: tuple[int, ...]
     dtype: str
     """What the checkpoint says it is stored in: one of `DTYPES`."""
@@ -77,6 +94,11 @@ _QWEN_DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_QWEN_EXPERT_DEFAULTS: dict[str, Any] = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": False,
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
     "MistralForCausalLM": {
@@ -84,9 +106,36 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "sliding_window": 4096,
     },
+    "MixtralForCausalLM": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5,
+    },
     "Qwen2ForCausalLM": _QWEN_DEFAULTS,
+    "Qwen2MoeForCausalLM": _QWEN_DEFAULTS
+    | _QWEN_EXPERT_DEFAULTS
+    | {
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "qkv_bias": True,
+    },
     "Qwen3ForCausalLM": _QWEN_DEFAULTS | {"head_dim": 128},
+    "Qwen3MoeForCausalLM": _QWEN_DEFAULTS
+    | _QWEN_EXPERT_DEFAULTS
+    | {
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
 }
+_WITH_QUERY_AND_KEY_NORMS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+_WITH_ATTENTION_BIAS = ("LlamaForCausalLM", *_WITH_QUERY_AND_KEY_NORMS)
 
 
 class _Fields:
@@ -149,9 +198,10 @@ def load_model_config(path: Path) -> ModelConfig:
     num_layers = fields.integer("num_hidden_layers", high=10_000)
     vocab_size = fields.integer("vocab_size", high=2**26)
     max_position = fields.integer("max_position_embeddings")
-    # Only these two families have the fields; a stray one elsewhere means nothing to `transformers` either.
-    attention_bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and fields.boolean(
-        "attention_bias"
+    # Only these families have the fields; a stray one elsewhere means nothing to `transformers` either.
+    attention_bias = architecture in _WITH_ATTENTION_BIAS and fields.boolean("attention_bias")
+    qwen2_bias = architecture == "Qwen2ForCausalLM" or (
+        architecture == "Qwen2MoeForCausalLM" and fields.boolean("qkv_bias")
     )
 
     return ModelConfig(
@@ -166,12 +216,13 @@ def load_model_config(path: Path) -> ModelConfig:
         max_position_embeddings=max_position,
         rms_norm_eps=fields.number("rms_norm_eps", 0, 1),
         tie_word_embeddings=fields.boolean("tie_word_embeddings"),
-        qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
+        qkv_bias=attention_bias or qwen2_bias,
         output_bias=attention_bias,
         mlp_bias=architecture == "LlamaForCausalLM" and fields.boolean("mlp_bias"),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in _WITH_QUERY_AND_KEY_NORMS,
         sliding_windows=_sliding_windows(fields, architecture, num_layers),
         rope=_rope(fields, max_position, head_dim),
+        experts=_experts(fields, architecture, num_layers),
         eos_token_ids=_eos_token_ids(fields, path / "generation_config.json", vocab_size),
         dtype=_dtype(fields),
     )
@@ -221,9 +272,10 @@ def _head_dim(fields: _Fields, hidden_size: int, num_heads: int) -> int:
 
 
 def _sliding_windows(fields: _Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    qwen = architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+    qwen = architecture.startswith("Qwen")
     window: int | None = None
-    if architecture == "MistralForCausalLM" or (qwen and fields.boolean("use_sliding_window")):
+    mistral = architecture in ("MistralForCausalLM", "MixtralForCausalLM")
+    if mistral or (qwen and fields.boolean("use_sliding_window")):
         window = fields.integer("sliding_window") if fields.given("sliding_window") else None
     first = fields.integer("max_window_layers", low=0) if qwen else 0
     windows = tuple(window if layer >= first else None for layer in range(num_layers))
@@ -245,6 +297,40 @@ def _sliding_windows(fields: _Fields, architecture: str, num_layers: int) -> tup
     if listed != windows:
         raise fields.error("layer_types", f"{architecture} supports only one kind of attention in all layers")
     return windows
+
+
+def _experts(fields: _Fields, architecture: str, num_layers: int) -> ExpertsConfig | None:
+    if architecture == "MixtralForCausalLM":
+        return _mixture(fields, "num_local_experts", "intermediate_size", True, (True,) * num_layers)
+    if architecture not in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
+        return None
+    step, plain = fields.integer("decoder_sparse_step"), fields.values["mlp_only_layers"]
+    if not isinstance(plain, list) or not all(type(layer) is int for layer in plain):
+        raise fields.error("mlp_only_layers", "it must be a list of layers' numbers")
+    layers = tuple(layer not in plain and (layer + 1) % step == 0 for layer in range(num_layers))
+    # As `transformers` 5 writes it for Qwen3, and as everybody else does.
+    name = "num_local_experts" if fields.given("num_local_experts") else "num_experts"
+    return _mixture(
+        fields,
+        name,
+        "moe_intermediate_size",
+        fields.boolean("norm_topk_prob"),
+        layers,
+        fields.integer("shared_expert_intermediate_size", high=2**24)
+        if architecture == "Qwen2MoeForCausalLM"
+        else 0,
+    )
+
+
+def _mixture(
+    fields: _Fields, count: str, size: str, normalise: bool, layers: tuple[bool, ...], shared_size: int = 0
+) -> ExpertsConfig | None:
+    num_experts = fields.integer(count, high=2**16)
+    num_per_token = fields.integer("num_experts_per_tok", high=num_experts)
+    inner = fields.integer(size, high=2**24)
+    if not any(layers):
+        return None
+    return ExpertsConfig(num_experts, num_per_token, inner, normalise, shared_size, layers)
 
 
 def _rope(fields: _Fields, max_position: int, head_dim: int) -> RopeConfig:

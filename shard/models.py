@@ -1,11 +1,9 @@
-"""The decoder behind Llama, Mistral, Qwen2 and Qwen3: one model, of which a config switches parts on and off.
+"""The decoder behind Llama, Mistral, Mixtral and Qwen: one model with parts that a config switches on.
 
-Inference only, on tokens in flat layout (`AttentionBatch`). Parameters are plain tensors, allocated empty: of
-a rank's part of the model. `placements` says which part of which of the checkpoint's tensors each of them is.
+Inference only, on tokens in flat layout (`AttentionBatch`).
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -13,132 +11,10 @@ from torch import Tensor
 
 import kernels
 from kernels import AttentionBatch, KVCache
+from shard.layers import DecoderLayer, Placement, whole
 from shard.model_config import ModelConfig
 from shard.parallel import WHOLE, Partition, RankGroup
 from shard.rope import rotary_tables
-
-
-@dataclass(frozen=True)
-class Placement:
-    """A view to fill with as large a part of the checkpoint's tensor `name`, which begins at `start`."""
-
-    name: str
-    tensor: Tensor
-    start: tuple[int, ...]
-
-    @property
-    def part(self) -> tuple[slice, ...]:
-        """Of the checkpoint's tensor."""
-        sizes = zip(self.start, self.tensor.shape, strict=True)
-        return tuple(slice(start, start + size) for start, size in sizes)
-
-
-def _whole(name: str, tensor: Tensor) -> Placement:
-    return Placement(name, tensor, (0,) * tensor.dim())
-
-
-class Projection:
-    """Linear projections of one input, stacked so that one matmul computes them all."""
-
-    def __init__(
-        self,
-        inputs: range,
-        outputs: dict[str, range],
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """`inputs`, and `outputs` by the projections' names in stacking order: which features are here."""
-        self.inputs, self.outputs = inputs, outputs
-        self.sizes = [len(features) for features in outputs.values()]
-        self.weight: kernels.Matrix = torch.empty(sum(self.sizes), len(inputs), dtype=dtype, device=device)
-        self.bias = torch.empty(sum(self.sizes), dtype=dtype, device=device) if bias else None
-
-    def take_blocks(self, prefix: str, matrices: Mapping[str, kernels.BlockQuantised]) -> None:
-        """Stacks the blocks of its projections as its weight, where all have them and in one format."""
-        parts = [matrices.get(f"{prefix}{name}.weight") for name in self.outputs]
-        found = [part for part in parts if part is not None]
-        if len(found) == len(parts) and len({part.format for part in found}) == 1:
-            stacked = torch.cat([part.blocks for part in found])
-            self.weight = kernels.BlockQuantised(found[0].format, stacked)
-
-    def placements(self, prefix: str) -> Iterator[Placement]:
-        for parameter, stacked in (("weight", self.weight), ("bias", self.bias)):
-            if not isinstance(stacked, Tensor):
-                continue
-            parts = stacked.split_with_sizes(self.sizes)
-            for (name, features), part in zip(self.outputs.items(), parts, strict=True):
-                start = (features.start, self.inputs.start)[: part.dim()]
-                yield Placement(f"{prefix}{name}.{parameter}", part, start)
-
-
-class DecoderLayer:
-    """The parameters of one layer; `kernels.decoder` says how they are used."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        partition: Partition,
-        sliding_window: int | None,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """`config` is that of the whole model."""
-        self.sliding_window = sliding_window
-        hidden, inner = range(config.hidden_size), partition.share(config.intermediate_size)
-        queries = _features(partition.share(config.num_heads), config.head_dim)
-        keys = _features(partition.kv_heads(config.num_kv_heads), config.head_dim)
-        qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
-        gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
-        self.qkv = Projection(hidden, qkv, config.qkv_bias, dtype, device)
-        self.gate_up = Projection(hidden, gate_up, config.mlp_bias, dtype, device)
-        # What these give is summed over the ranks, so one of them adds the bias.
-        biases = config.output_bias and not partition.rank, config.mlp_bias and not partition.rank
-        self.output = Projection(queries, {"self_attn.o_proj": hidden}, biases[0], dtype, device)
-        self.down = Projection(inner, {"mlp.down_proj": hidden}, biases[1], dtype, device)
-
-        self.attention_norm = torch.empty(len(hidden), dtype=dtype, device=device)
-        self.mlp_norm = torch.empty(len(hidden), dtype=dtype, device=device)
-        self.query_norm = self.key_norm = None
-        if config.qk_norm:
-            self.query_norm = torch.empty(config.head_dim, dtype=dtype, device=device)
-            self.key_norm = torch.empty(config.head_dim, dtype=dtype, device=device)
-
-    def weights(self) -> kernels.LayerWeights:
-        """The parameters as `kernels` takes them."""
-        return kernels.LayerWeights(
-            attention_norm=self.attention_norm,
-            qkv=self.qkv.weight,
-            qkv_bias=self.qkv.bias,
-            query_norm=self.query_norm,
-            key_norm=self.key_norm,
-            output=self.output.weight,
-            output_bias=self.output.bias,
-            mlp_norm=self.mlp_norm,
-            gate_up=self.gate_up.weight,
-            gate_up_bias=self.gate_up.bias,
-            down=self.down.weight,
-            down_bias=self.down.bias,
-            sliding_window=self.sliding_window,
-        )
-
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        """All of them, in the order of computation."""
-        return (self.qkv, self.output, self.gate_up, self.down)
-
-    def placements(self, prefix: str) -> Iterator[Placement]:
-        for projection in self.projections:
-            yield from projection.placements(prefix)
-        yield _whole(f"{prefix}input_layernorm.weight", self.attention_norm)
-        yield _whole(f"{prefix}post_attention_layernorm.weight", self.mlp_norm)
-        if self.query_norm is not None and self.key_norm is not None:
-            yield _whole(f"{prefix}self_attn.q_norm.weight", self.query_norm)
-            yield _whole(f"{prefix}self_attn.k_norm.weight", self.key_norm)
-
-
-def _features(heads: range, head_dim: int) -> range:
-    return range(heads.start * head_dim, heads.stop * head_dim)
 
 
 class DecoderModel:
@@ -165,7 +41,7 @@ class DecoderModel:
         self._ranks: RankGroup | None = None
         self.embedding = torch.empty(len(self._vocabulary), config.hidden_size, dtype=dtype, device=device)
         self.layers = [
-            DecoderLayer(config, partition, window, dtype, device) for window in config.sliding_windows
+            DecoderLayer(config, partition, index, dtype, device) for index in range(config.num_layers)
         ]
         self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
         self.head: kernels.Matrix = (
@@ -197,7 +73,7 @@ class DecoderModel:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            intermediate_size=config.intermediate_size,
+            inner_sizes=frozenset(size for layer in self.layers for size in layer.inner_sizes),
             rms_norm_eps=config.rms_norm_eps,
         )
         taken = (self.layers.pop(0).weights() for _ in range(len(self.layers)))
@@ -248,6 +124,6 @@ class DecoderModel:
         yield Placement("model.embed_tokens.weight", self.embedding, vocabulary)
         for index, layer in enumerate(self.layers):
             yield from layer.placements(f"model.layers.{index}.")
-        yield _whole("model.norm.weight", self.norm)
+        yield whole("model.norm.weight", self.norm)
         if not self.config.tie_word_embeddings and isinstance(self.head, Tensor):
             yield Placement("lm_head.weight", self.head, vocabulary)

@@ -1,8 +1,8 @@
 """Tensor parallelism: which part of a model is a rank's, and how ranks put their results together.
 
 Columns, then rows, as in Megatron-LM (arXiv 1909.08053, section 3): each rank has some heads and some of the
-MLP's inner features, and two sums over all ranks per layer make the hidden state whole. Where there are more
-ranks than KV heads, neighbouring ranks hold the same one.
+MLP's inner features, or some whole experts, and two sums over all ranks per layer make the hidden state
+whole. Where there are more ranks than KV heads, neighbouring ranks hold the same one.
 """
 
 import logging
@@ -35,10 +35,14 @@ class Partition:
         Raises:
             ModelError: the model can't be divided among so many ranks.
         """
-        for name, size in (
-            ("num_attention_heads", config.num_heads),
-            ("intermediate_size", config.intermediate_size),
-        ):
+        experts = config.experts
+        sizes = {"num_attention_heads": config.num_heads}
+        if experts is None or not all(experts.layers):
+            sizes["intermediate_size"] = config.intermediate_size
+        if experts:
+            sizes["num_experts"] = experts.num_experts
+            sizes["shared_expert_intermediate_size"] = experts.shared_size
+        for name, size in sizes.items():
             if size % self.world_size:
                 raise ModelError(f"--tensor-parallel-size {self.world_size} doesn't divide {name} {size}")
         kv_heads = config.num_kv_heads

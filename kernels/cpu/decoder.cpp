@@ -9,12 +9,13 @@
 #include <vector>
 
 #include "attention.h"
+#include "experts.h"
 
 namespace {
 
 // Mirrored in library.py, field by field.
 struct Shape {
-  int32_t hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size;
+  int32_t hidden_size, num_heads, num_kv_heads, head_dim;
   float eps, scale, soft_cap;
 };
 
@@ -23,8 +24,10 @@ struct Layer {
   const void *qkv, *output, *gate_up, *down;                      // panels
   const void *qkv_bias, *output_bias, *gate_up_bias, *down_bias;  // may be null
   void *key_cache, *value_cache;
+  const Experts* experts;  // may be null
   Format qkv_format, output_format, gate_up_format, down_format;
   int32_t sliding_window;
+  int32_t mlp_size;  // 0: no MLP, but experts
 };
 
 struct Step {
@@ -111,8 +114,10 @@ struct Decoder {
   const Shape& shape;
   const Step& step;
   T* hidden;  // [num_tokens, hidden_size]
-  T *normed, *qkv, *attended, *activated;
-  float* partials;
+  T *normed, *qkv, *attended, *activated, *gathered;
+  float *partials, *mixed, *scores;
+  Share* chosen;
+  Assignment& assignment;
 
   int query_size() const { return shape.num_heads * shape.head_dim; }
   int kv_size() const { return shape.num_kv_heads * shape.head_dim; }
@@ -292,11 +297,72 @@ struct Decoder {
 
   void mlp_half(const Layer& layer) {
     norm(static_cast<const T*>(layer.mlp_norm));
-    const int size = shape.intermediate_size;
-    matmul(normed, step.num_tokens, layer.gate_up, layer.gate_up_format, shape.hidden_size,
-           PanelOrder{2 * size, true}.num_panels(),
-           gated_writer(activated, static_cast<const T*>(layer.gate_up_bias), size));
-    multiply_back(activated, layer.down, layer.down_format, layer.down_bias, size);
+    if (layer.experts) return mix(layer, *layer.experts);
+    multiply_gated(normed, step.num_tokens, layer.gate_up, layer.gate_up_format, layer.gate_up_bias, layer.mlp_size);
+    multiply_back(activated, layer.down, layer.down_format, layer.down_bias, layer.mlp_size);
+  }
+
+  void multiply_gated(const T* x, int rows, const void* weight, Format format, const void* bias, int size) {
+    matmul(x, rows, weight, format, shape.hidden_size, PanelOrder{2 * size, true}.num_panels(),
+           gated_writer(activated, static_cast<const T*>(bias), size));
+  }
+
+  // `mixed` collects, in float32, what the layer's own MLP and then each expert makes of its tokens.
+  void mix(const Layer& layer, const Experts& experts) {
+    const int hidden_size = shape.hidden_size, panels = padded(hidden_size) / kPanel;
+#pragma omp for schedule(static)
+    for (int token = 0; token < step.num_tokens; ++token) {
+      const T* x = normed + static_cast<ptrdiff_t>(token) * hidden_size;
+      float* own = scores + static_cast<ptrdiff_t>(token) * (experts.num_experts + 1);
+      choose(x, token, experts, hidden_size, own, chosen + static_cast<ptrdiff_t>(token) * experts.num_per_token);
+      const T* shared = static_cast<const T*>(experts.shared_gate);
+      own[experts.num_experts] = shared ? sigmoid(dot(x, shared, hidden_size)) : 1.0f;
+      std::fill_n(mixed + static_cast<ptrdiff_t>(token) * hidden_size, hidden_size, 0.0f);
+    }
+#pragma omp single
+    assignment.fill(experts, chosen, step.num_tokens * experts.num_per_token);
+
+    if (layer.mlp_size) {
+      multiply_gated(normed, step.num_tokens, layer.gate_up, layer.gate_up_format, layer.gate_up_bias,
+                     layer.mlp_size);
+      matmul(activated, step.num_tokens, layer.down, layer.down_format, layer.mlp_size, panels,
+             adder(static_cast<const T*>(layer.down_bias), [&](int row) {
+               return Share{-1, row, scores[static_cast<ptrdiff_t>(row + 1) * (experts.num_experts + 1) - 1]};
+             }));
+    }
+    for (int index = 0; index < experts.num_held; ++index) {
+      const Share* shares = assignment.shares.data() + assignment.starts[static_cast<size_t>(index)];
+      const int count = assignment.starts[static_cast<size_t>(index) + 1] - assignment.starts[static_cast<size_t>(index)];
+      if (!count) continue;
+#pragma omp for schedule(static)
+      for (int row = 0; row < count; ++row)
+        std::memcpy(gathered + static_cast<ptrdiff_t>(row) * hidden_size,
+                    normed + static_cast<ptrdiff_t>(shares[row].token) * hidden_size,
+                    sizeof(T) * static_cast<size_t>(hidden_size));
+      multiply_gated(gathered, count, experts.gate_up[index], kDense, nullptr, experts.expert_size);
+      matmul(activated, count, experts.down[index], kDense, experts.expert_size, panels,
+             adder(nullptr, [=](int row) { return shares[row]; }));
+    }
+#pragma omp for schedule(static)
+    for (int token = 0; token < step.num_tokens; ++token) {
+      const ptrdiff_t row = static_cast<ptrdiff_t>(token) * hidden_size;
+      for (int i = 0; i < hidden_size; ++i)
+        narrow(mixed[row + i] + (step.adds_to_hidden ? widen(hidden[row + i]) : 0.0f), hidden + row + i);
+    }
+    sum_over_ranks();
+  }
+
+  // mixed[token] += share * (sums + bias), where `share_of` says what the i-th row is.
+  template <typename ShareOf>
+  auto adder(const T* bias, ShareOf share_of) {
+    return [=, this](int first, int rows, int panel, const float* sums) {
+      const int column0 = panel * kPanel, width = std::min(kPanel, shape.hidden_size - column0);
+      for (int row = 0; row < rows; ++row, sums += kPanel) {
+        const Share one = share_of(first + row);
+        float* line = mixed + static_cast<ptrdiff_t>(one.token) * shape.hidden_size + column0;
+        for (int i = 0; i < width; ++i) line[i] += one.share * (sums[i] + (bias ? widen(bias[column0 + i]) : 0.0f));
+      }
+    };
   }
 
   // The end of each half: back to the hidden state.
@@ -305,6 +371,10 @@ struct Decoder {
       multiply_into<true>(x, weight, format, bias, depth, shape.hidden_size, hidden);
     else
       multiply_into<false>(x, weight, format, bias, depth, shape.hidden_size, hidden);
+    sum_over_ranks();
+  }
+
+  void sum_over_ranks() {
     if (!step.sum_over_ranks) return;
 #pragma omp master
     step.sum_over_ranks();
@@ -321,21 +391,39 @@ struct Decoder {
 template <typename T>
 void run_layers(const Shape& shape, const Layer* layers, int num_layers, const Step& step, T* hidden) {
   // Of the calling thread: each shard's steps run on one.
-  static thread_local Buffer<T> normed, qkv, attended, activated;
-  static thread_local Buffer<float> partials;
+  static thread_local Buffer<T> normed, qkv, attended, activated, gathered;
+  static thread_local Buffer<float> partials, mixed, scores;
+  static thread_local Buffer<Share> chosen;
   static thread_local Plan full, windowed;
+  static thread_local Assignment assignment;
 
   int window = 0;
-  for (int layer = 0; layer < num_layers; ++layer) window = std::max(window, layers[layer].sliding_window);
+  int widest = 0, num_experts = -1, num_per_token = 0;
+  for (int layer = 0; layer < num_layers; ++layer) {
+    window = std::max(window, layers[layer].sliding_window);
+    widest = std::max(widest, layers[layer].mlp_size);
+    if (const Experts* experts = layers[layer].experts) {
+      widest = std::max(widest, experts->expert_size);
+      num_experts = std::max(num_experts, experts->num_experts);
+      num_per_token = std::max(num_per_token, experts->num_per_token);
+    }
+  }
   plan_attention(shape, step, 0, full);
   if (window) plan_attention(shape, step, window, windowed);
 
   const size_t tokens = static_cast<size_t>(step.num_tokens);
-  Decoder<T> decoder{shape, step, hidden, nullptr, nullptr, nullptr, nullptr, nullptr};
+  Decoder<T> decoder{shape,   step,    hidden,  nullptr, nullptr, nullptr,   nullptr,
+                     nullptr, nullptr, nullptr, nullptr, nullptr, assignment};
   decoder.normed = normed.reserve(tokens * static_cast<size_t>(shape.hidden_size));
   decoder.qkv = qkv.reserve(tokens * static_cast<size_t>(decoder.qkv_size()));
   decoder.attended = attended.reserve(tokens * static_cast<size_t>(decoder.query_size()));
-  decoder.activated = activated.reserve(tokens * static_cast<size_t>(shape.intermediate_size));
+  decoder.activated = activated.reserve(tokens * static_cast<size_t>(widest));
+  if (num_experts >= 0) {
+    decoder.gathered = gathered.reserve(tokens * static_cast<size_t>(shape.hidden_size));
+    decoder.mixed = mixed.reserve(tokens * static_cast<size_t>(shape.hidden_size));
+    decoder.scores = scores.reserve(tokens * static_cast<size_t>(num_experts + 1));
+    decoder.chosen = chosen.reserve(tokens * static_cast<size_t>(num_per_token));
+  }
   decoder.partials = partials.reserve(static_cast<size_t>(std::max(full.partial_size, windowed.partial_size)));
   const Plan &full_plan = full, &windowed_plan = windowed;
 #pragma omp parallel

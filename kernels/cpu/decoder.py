@@ -3,6 +3,7 @@
 import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from kernels.batch import AttentionBatch
 from kernels.block_quantised import FORMATS, BlockQuantised, Matrix
 from kernels.cpu import library
 from kernels.decoder import DecoderShape, KVCache, LayerWeights, Ranks
+from kernels.experts import Experts
 
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 DENSE = -1
@@ -19,8 +21,8 @@ MAX_HEAD_DIM = 256
 
 
 def supports(shape: DecoderShape, dtype: torch.dtype) -> bool:
-    """Whether the library can run such layers. Bfloat16 is multiplied in pairs along the depth."""
-    depths = (shape.hidden_size, shape.head_dim, shape.intermediate_size)
+    """Whether the library can run such layers. Weights are packed in pairs along the depth."""
+    depths = (shape.hidden_size, shape.head_dim, *shape.inner_sizes)
     return dtype in SUFFIXES and shape.head_dim <= MAX_HEAD_DIM and all(depth % 2 == 0 for depth in depths)
 
 
@@ -74,7 +76,6 @@ class PackedDecoder:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            intermediate_size=shape.intermediate_size,
             eps=shape.rms_norm_eps,
             scale=shape.head_dim**-0.5,
         )
@@ -158,12 +159,38 @@ def _packed(native: ctypes.CDLL, layer: LayerWeights) -> tuple[dict[str, Tensor]
     tensors: dict[str, Tensor] = {}
     formats: dict[str, int] = {}
     for name, value in vars(layer).items():
-        if name in ("qkv", "output", "gate_up", "down"):
+        if name in ("qkv", "output", "gate_up", "down") and value is not None:
             tensors[name], formats[f"{name}_format"] = pack(native, value, gated=name == "gate_up")
         elif isinstance(value, Tensor):
             tensors[name] = value.contiguous()
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    return tensors, library.Layer(sliding_window=layer.sliding_window or 0, **formats, **addresses)
+    packed = library.Layer(sliding_window=layer.sliding_window or 0, **formats, **addresses)
+    packed.mlp_size = 0 if layer.down is None else layer.down.shape[1]
+    if layer.experts:
+        packed.experts = ctypes.pointer(_packed_experts(native, layer.experts, tensors))
+    return tensors, packed
+
+
+def _packed_experts(native: ctypes.CDLL, experts: Experts, tensors: dict[str, Tensor]) -> library.Experts:
+    """Their structure; what has the addresses in it goes to `tensors`."""
+    addresses: dict[str, Any] = {}
+    for name in ("gate", "shared_gate"):
+        if (weight := getattr(experts, name)) is not None:
+            tensors[f"experts.{name}"] = weight.contiguous()
+            addresses[name] = tensors[f"experts.{name}"].data_ptr()
+    for name in ("gate_up", "down"):
+        panels = [pack(native, weight, gated=name == "gate_up")[0] for weight in getattr(experts, name)]
+        tensors |= {f"experts.{name}.{index}": each for index, each in enumerate(panels)}
+        addresses[name] = (ctypes.c_void_p * len(panels))(*(each.data_ptr() for each in panels))
+    return library.Experts(
+        num_experts=len(experts.gate),
+        first=experts.first,
+        num_held=len(experts.down),
+        num_per_token=experts.num_per_token,
+        expert_size=experts.down.shape[2],
+        normalise=experts.normalise,
+        **addresses,
+    )
 
 
 def pack(native: ctypes.CDLL, weight: Matrix, gated: bool = False) -> tuple[Tensor, int]:

@@ -14,8 +14,18 @@ class Shape(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim")),
-        ("intermediate_size", c_int32),
         *((name, c_float) for name in ("eps", "scale", "soft_cap")),
+    )
+
+
+class Experts(ctypes.Structure):
+    """Mirrors `Experts` in experts.h: addresses, and arrays of the addresses of panels."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("gate", "shared_gate")),
+        *((name, ctypes.POINTER(c_void_p)) for name in ("gate_up", "down")),
+        *((name, c_int32) for name in ("num_experts", "first", "num_held", "num_per_token")),
+        *((name, c_int32) for name in ("expert_size", "normalise")),
     )
 
 
@@ -27,8 +37,9 @@ class Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("qkv", "output", "gate_up", "down")),
         *((name, c_void_p) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
         *((name, c_void_p) for name in ("key_cache", "value_cache")),
+        ("experts", ctypes.POINTER(Experts)),
         *((f"{name}_format", c_int32) for name in ("qkv", "output", "gate_up", "down")),
-        ("sliding_window", c_int32),
+        *((name, c_int32) for name in ("sliding_window", "mlp_size")),
     )
 
 

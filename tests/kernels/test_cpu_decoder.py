@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import AttentionBatch, DecoderShape, KVCache, LayerWeights
+from kernels import AttentionBatch, DecoderShape, Experts, KVCache, LayerWeights
 from kernels.block_quantised import FORMATS, GROUP, BlockQuantised
 from kernels.cpu import library
 from kernels.cpu.build import supported_sets
@@ -21,7 +21,7 @@ from kernels.decoder import ComposedDecoder, PlainLinear
 SLACK = 1e-6
 SETS = supported_sets(library.cpu_flags())
 SMALL = DecoderShape(
-    hidden_size=48, num_heads=6, num_kv_heads=2, head_dim=16, intermediate_size=70, rms_norm_eps=1e-5
+    hidden_size=48, num_heads=6, num_kv_heads=2, head_dim=16, inner_sizes=frozenset({70}), rms_norm_eps=1e-5
 )
 
 
@@ -36,6 +36,11 @@ class Case:
     biases: bool = False
     qk_norm: bool = False
     windows: Sequence[int | None] = field(default=(None, None))
+    experts: int = 0
+    """How many of the first `held` there are; each token takes two."""
+    held: range = range(0)
+    shared: bool = False
+    """Whether there is an MLP beside the experts."""
 
 
 CASES = {
@@ -60,8 +65,14 @@ CASES = {
     "head of 80": Case(replace(SMALL, num_heads=2, head_dim=80), [7, 1], [7, 66]),
     "head of 6": Case(replace(SMALL, head_dim=6), [7, 1], [7, 66]),
     "head of 256": Case(replace(SMALL, num_heads=2, head_dim=256), [50, 1], [50, 300]),
-    "odd widths": Case(replace(SMALL, hidden_size=38, intermediate_size=34), [7, 1], [7, 66]),
-    "depth over a block": Case(replace(SMALL, intermediate_size=4100), [14, 1], [14, 3]),
+    "odd widths": Case(replace(SMALL, hidden_size=38, inner_sizes=frozenset({34})), [7, 1], [7, 66]),
+    "experts": Case(SMALL, [30, 1, 1], [33, 9, 12], experts=5, held=range(5)),
+    "experts, one token": Case(SMALL, [1], [9], experts=5, held=range(5)),
+    "some of the experts": Case(SMALL, [30, 1, 1], [33, 9, 12], experts=5, held=range(2, 4)),
+    "experts beside an MLP": Case(
+        SMALL, [30, 1, 1], [33, 9, 12], experts=5, held=range(5), shared=True, biases=True
+    ),
+    "depth over a block": Case(replace(SMALL, inner_sizes=frozenset({4100})), [14, 1], [14, 3]),
 }
 
 
@@ -80,6 +91,22 @@ def make_layers(case: Case, dtype: torch.dtype, generator: torch.Generator) -> l
     def vector(size: int, wanted: bool) -> Tensor | None:
         return norm(size) if wanted else None
 
+    (inner,) = shape.inner_sizes
+    mlp = not case.experts or case.shared
+
+    def experts() -> Experts:
+        # As others have it: not of the size of the MLP.
+        size, held = inner // 4 * 2, range(case.held.start, case.held.stop)
+        return Experts(
+            gate=matrix(case.experts, shape.hidden_size) * 4,
+            gate_up=torch.stack([matrix(2 * size, shape.hidden_size) for _ in held]),
+            down=torch.stack([matrix(shape.hidden_size, size) for _ in held]),
+            first=held.start,
+            num_per_token=2,
+            normalise=not case.shared,
+            shared_gate=matrix(1, shape.hidden_size) if case.shared else None,
+        )
+
     return [
         LayerWeights(
             attention_norm=norm(shape.hidden_size),
@@ -90,21 +117,24 @@ def make_layers(case: Case, dtype: torch.dtype, generator: torch.Generator) -> l
             output=matrix(shape.hidden_size, heads),
             output_bias=vector(shape.hidden_size, case.biases),
             mlp_norm=norm(shape.hidden_size),
-            gate_up=matrix(2 * shape.intermediate_size, shape.hidden_size),
-            gate_up_bias=vector(2 * shape.intermediate_size, case.biases),
-            down=matrix(shape.hidden_size, shape.intermediate_size),
-            down_bias=vector(shape.hidden_size, case.biases),
+            gate_up=matrix(2 * inner, shape.hidden_size) if mlp else None,
+            gate_up_bias=vector(2 * inner, case.biases and mlp),
+            down=matrix(shape.hidden_size, inner) if mlp else None,
+            down_bias=vector(shape.hidden_size, case.biases and mlp),
             sliding_window=window,
+            experts=experts() if case.experts else None,
         )
         for window in case.windows
     ]
 
 
 def widened(layer: LayerWeights) -> LayerWeights:
-    tensors: dict[str, Any] = {
-        name: value.double() for name, value in vars(layer).items() if isinstance(value, Tensor)
-    }
-    return replace(layer, **tensors)
+    experts = None if layer.experts is None else replace(layer.experts, **_doubles(layer.experts))
+    return replace(layer, **{**_doubles(layer), "experts": experts})
+
+
+def _doubles(weights: LayerWeights | Experts) -> dict[str, Any]:
+    return {name: value.double() for name, value in vars(weights).items() if isinstance(value, Tensor)}
 
 
 @dataclass
@@ -264,7 +294,7 @@ def test_quantised_blocks_give_the_bits_of_their_dense_weights(
 
 
 def test_layers_with_quantised_matrices_give_the_bits_of_dense_ones(native: ctypes.CDLL) -> None:
-    shape = replace(SMALL, hidden_size=64, intermediate_size=96)
+    shape = replace(SMALL, hidden_size=64, inner_sizes=frozenset({96}))
     case = Case(shape, [20, 1], [20, 33])
     generator = torch.Generator().manual_seed(3)
     plain, *_ = make_layers(case, torch.bfloat16, generator)

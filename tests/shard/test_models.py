@@ -39,6 +39,7 @@ ROPE: dict[str, dict[str, Any]] = {
     },
 }
 SLIDING = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     **{f"llama-{name}": ("Llama", {"rope_parameters": rope}) for name, rope in ROPE.items()},
@@ -53,6 +54,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-sliding": ("Qwen2", SLIDING),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3-biases-sliding": ("Qwen3", {"head_dim": 32, "attention_bias": True, **SLIDING}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-sliding": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 9}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {**QWEN_EXPERTS, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2},
+    ),
+    "qwen2-moe-no-bias": (
+        "Qwen2Moe",
+        {**QWEN_EXPERTS, "shared_expert_intermediate_size": 48, "qkv_bias": False, "norm_topk_prob": True},
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**QWEN_EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
+    "qwen3-moe-plain-layer": ("Qwen3Moe", {**QWEN_EXPERTS, "head_dim": 32, "mlp_only_layers": [1]}),
 }
 # The dynamic type has to start scaling inside the served length for its fixed scale to be put to the test.
 MODELS["llama-dynamic"][1]["max_position_embeddings"] = 32

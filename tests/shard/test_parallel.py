@@ -22,6 +22,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-sliding": ("Mistral", {"sliding_window": 9}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [1],
+        },
+    ),
 }
 
 
