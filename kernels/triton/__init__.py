@@ -8,12 +8,14 @@ them waits for the device but `copy_blocks` towards the host, so all others can 
 from kernels.triton.activation import silu_and_mul
 from kernels.triton.attention import paged_attention
 from kernels.triton.cache import copy_blocks, write_kv
+from kernels.triton.experts import mix_experts
 from kernels.triton.norm import add_rms_norm, rms_norm
 from kernels.triton.rope import rotary_embedding
 
 __all__ = [
     "add_rms_norm",
     "copy_blocks",
+    "mix_experts",
     "paged_attention",
     "rms_norm",
     "rotary_embedding",

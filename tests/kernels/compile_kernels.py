@@ -73,6 +73,12 @@ def main(everything: bool) -> None:
 def launch(everything: bool) -> Iterator[str]:
     """Launches operations; yields what each was."""
     rows = torch.zeros(4, 6, 128, dtype=BF16)
+    gates, downs = torch.zeros(8, 64, 128, dtype=BF16), torch.zeros(8, 128, 32, dtype=BF16)
+    for num_tokens in (4, 512):
+        chosen = torch.zeros(num_tokens, 2, dtype=torch.int64)
+        x, shares = torch.zeros(num_tokens, 128, dtype=BF16), torch.zeros(num_tokens, 2)
+        operations.mix_experts(x, shares, chosen, gates, downs, 0)
+        yield f"mix_experts of {num_tokens} tokens"
     query, key, value = rows.split_with_sizes([4, 1, 1], dim=1)
     for cache_dtype in (BF16, FP8):
         cache = torch.zeros(3, 16, 1, 128, dtype=cache_dtype)
