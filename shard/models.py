@@ -108,7 +108,7 @@ class DecoderModel:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Rows of `forward`'s result, `[num_rows, hidden_size]`, to float32 `[num_rows, vocab_size]`.
 
-        Of several ranks, only 0 gets them all; the others get their own part, for which nobody has a use.
+        Of several ranks, only 0 gets them; the others get as many zeros, which take no memory.
         """
         logits = self._head.forward(kernels.rms_norm(hidden, self.norm, self.config.rms_norm_eps))
         if self._ranks is None:
@@ -116,7 +116,9 @@ class DecoderModel:
         # The last ranks have fewer.
         largest = -(-self.config.vocab_size // self._ranks.world_size)
         parts = self._ranks.gather(F.pad(logits, (0, largest - logits.shape[1])))
-        return torch.cat(parts, dim=1)[:, : self.config.vocab_size] if parts else logits
+        if parts is None:
+            return logits.new_zeros(1, 1).expand(len(logits), self.config.vocab_size)
+        return torch.cat(parts, dim=1)[:, : self.config.vocab_size]
 
     def placements(self) -> Iterator[Placement]:
         """What is to be filled, and with what."""

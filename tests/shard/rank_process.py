@@ -34,6 +34,7 @@ def commands() -> list[ExecuteRequest]:
         prompt_length=19,
         block_ids=range(8),
         sampling=DRAWN,
+        prompt_logprobs=2,
     )
     whole = Join(
         slot=1, token_ids=random_tokens(6, seed=2), prompt_length=6, block_ids=range(8, 14), sampling=GREEDY
@@ -84,14 +85,17 @@ def serve(folder: Path, partition: Partition, rendezvous: str, epoch: int) -> di
             rendezvous_address=rendezvous,
         )
     )
-    tokens = []
+    tokens, prompt = [], []
     for step, command in enumerate(commands()):
         command.epoch, command.step = epoch, step
-        tokens.append([sampled.token_id for sampled in executor.execute(command).to_proto().sampled])
+        response = executor.execute(command).to_proto()
+        tokens.append([sampled.token_id for sampled in response.sampled])
+        prompt += [one.chosen.logprob for chunk in response.prompt_logprobs for one in chunk.positions]
     if ranks:
         ranks.leave()
     return {
         "tokens": tokens,
+        "prompt_logprobs": prompt,
         "tables": executor._slots.block_tables.tolist(),
         "weight_bytes": weight_bytes,
         "kv_bytes_per_token": kv_cache.bytes_per_token(model.config, torch.float32),

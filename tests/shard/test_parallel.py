@@ -67,6 +67,8 @@ def test_two_ranks_give_the_tokens_of_one(name: str, served: dict[str, list[dict
     alone, first, _ = served[name]
     assert len(alone["tokens"][-1]) == 3
     assert first["tokens"] == alone["tokens"]
+    assert len(alone["prompt_logprobs"]) == 18
+    assert first["prompt_logprobs"] == pytest.approx(alone["prompt_logprobs"], abs=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)
