@@ -13,7 +13,8 @@ LOCAL_RANKS = 1
 CLOSING_S = 5.0
 
 # Options that go to a process as they are; None leaves them to its environment, YAML section or default.
-ROUTER_OPTIONS = ("tool_call_parser",)
+SHARED_OPTIONS = ("log_format",)
+ROUTER_OPTIONS = ("log_requests", "otlp_endpoint", "tool_call_parser", "trace_sample_ratio")
 SHARD_OPTIONS = ("dtype", "device", "kv_cache_memory_bytes", "enforce_eager")
 SCHEDULER_OPTIONS = (
     "block_size",
@@ -23,6 +24,7 @@ SCHEDULER_OPTIONS = (
     "max_num_seqs",
     "max_waiting_requests",
     "num_gpu_blocks_override",
+    "otlp_endpoint",
     "preemption_mode",
     "swap_space",
 )
@@ -71,7 +73,7 @@ def child_specs(
         },
         "shard": {"model": model, "listen-address": shard, **_given(config, SHARD_OPTIONS)},
     }
-    shared: dict[str, object] = {"log-level": config.log_level}
+    shared: dict[str, object] = {"log-level": config.log_level, **_given(config, SHARED_OPTIONS)}
     if config_file is not None:
         shared["config"] = Path(config_file).resolve()
     specs = []

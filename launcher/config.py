@@ -76,6 +76,21 @@ class ServeConfig:
         "How long running requests may go on after Ctrl-C or SIGTERM", default=30.0, unit="seconds", minimum=0
     )
     log_level: str = option("Log level of the three processes", default="warning", choices=LOG_LEVELS)
+    log_requests: str | None = option(
+        "A log line for each request that ends: its counts and times, or also its beginning in plain text",
+        default=None,
+        choices=("off", "summary", "text"),
+    )
+    log_format: str | None = option(
+        "How log lines of the three processes look", default=None, choices=("text", "json")
+    )
+    otlp_endpoint: str | None = option(
+        "OpenTelemetry collector that gets traces, http://HOST:PORT or https://HOST:PORT; by default none",
+        default=None,
+    )
+    trace_sample_ratio: float | None = option(
+        "Share of requests to trace, of those whose client didn't decide", default=None, minimum=0, maximum=1
+    )
 
 
 @dataclass(frozen=True)

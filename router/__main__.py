@@ -5,6 +5,7 @@ import sys
 
 from common import config, lifecycle, logs
 from common.rpc import AddressError
+from common.tracing import TracingError
 from router.config import RouterConfig
 from router.model_files import ModelFilesError
 from router.server import run
@@ -13,12 +14,12 @@ from router.server import run
 def main() -> int:
     """Runs the router; returns the exit status."""
     settings = config.load(RouterConfig, "router")
-    logs.setup("router", settings.log_level)
+    logs.setup("router", settings.log_level, settings.log_format)
     if settings.exit_with_parent:
         lifecycle.exit_with_parent()
     try:
         asyncio.run(run(settings))
-    except (AddressError, ModelFilesError) as error:
+    except (AddressError, ModelFilesError, TracingError) as error:
         sys.stderr.write(f"python -m router: {error}\n")
         return 2
     return 0

@@ -63,4 +63,17 @@ class RouterConfig:
         minimum=0,
     )
     log_level: str = option("Log level", default="info", choices=("debug", "info", "warning", "error"))
+    log_requests: str = option(
+        "A log line for each request that ends: its counts and times, or also its beginning in plain text",
+        default="off",
+        choices=("off", "summary", "text"),
+    )
+    log_format: str = option("How log lines look", default="text", choices=("text", "json"))
+    otlp_endpoint: str | None = option(
+        "OpenTelemetry collector that gets traces, http://HOST:PORT or https://HOST:PORT; by default none",
+        default=None,
+    )
+    trace_sample_ratio: float = option(
+        "Share of requests to trace, of those whose client didn't decide", default=0.0, minimum=0, maximum=1
+    )
     exit_with_parent: bool = option("Exit when standard input closes", default=False)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -35,9 +36,10 @@ class Generation:
         reconnect_timeout: float,
         time_remaining: float | None = None,
         trace_context: str = "",
+        on_resubmit: Callable[[], None] = lambda: None,
     ) -> None:
         """`time_remaining` is the client's deadline, and `reconnect_timeout` how long an outage of all
-        schedulers is borne; both in seconds."""
+        schedulers is borne; both in seconds. `on_resubmit` is called when a lost scheduler is replaced."""
         self.model_revision = request.model_revision
         self.cached_tokens = 0
         self.prompt_logprobs: PromptLogprobs | None = None
@@ -48,6 +50,7 @@ class Generation:
         self._replicas = replicas
         self._reconnect_timeout = reconnect_timeout
         self._trace_context = trace_context
+        self._on_resubmit = on_resubmit
         self._arrival = time.monotonic()
         self._deadline = None if time_remaining is None else self._arrival + time_remaining
         priors = request.prior_outputs
@@ -202,6 +205,7 @@ class Generation:
         connection = await self._find()
         if self._lost_at is not None:
             metrics.RESUBMITS.inc()
+            self._on_resubmit()
         attempt = self._replicas.next_attempt()
         self._connection, self._key = connection, (self._request.request_id, attempt)
         connection.submit(self._message(attempt), self)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -15,15 +16,21 @@ from router.generation import Generation
 from router.output import Output
 from router.prompt import PromptEncoder
 from router.replicas import Replicas
+from router.request_record import RequestRecord
 from router.tokenizer import Tokenizer
 from router.tool_calls import TAGS
 from router.validation import Limits, Request, check_token_ids, validate
+
+if TYPE_CHECKING:
+    from common.otlp import Tracer
 
 
 @dataclass(frozen=True)
 class Caller:
     """What a request's transport says of its client."""
 
+    # As the log names it: a method of the API, or a path.
+    method: str = ""
     # The client's deadline in seconds from now; None: it set none.
     time_remaining: float | None = None
     # A W3C traceparent, or nothing.
@@ -71,6 +78,7 @@ class Inference:
         prompts: PromptEncoder,
         replicas: Replicas,
         tool_call_format: str | None,
+        tracer: "Tracer | None",
     ) -> None:
         self.refusing = False
         self.calls = OpenCalls()
@@ -80,6 +88,7 @@ class Inference:
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._replicas = replicas
+        self._tracer = tracer
         self._running = 0
 
     @asynccontextmanager
@@ -89,22 +98,27 @@ class Inference:
         Raises:
             RequestError: it is invalid, or no scheduler takes it.
         """
-        with self._admitted():
+        log_requests = self._config.log_requests
+        record = RequestRecord(spec, caller, self.model_name, log_requests, self._tracer)
+        with record, self._admitted():
             request = await validate(spec, self._limits(), self._prompts)
+            record.named(request.request_id)
             generation = Generation(
                 request,
                 self._replicas,
                 reconnect_timeout=self._config.reconnect_timeout,
                 time_remaining=caller.time_remaining,
-                trace_context=caller.trace_context,
+                trace_context=record.trace_context,
+                on_resubmit=record.resubmitted,
             )
             # Special tokens in some models, but their text is what a parser of calls goes by.
             tags = TAGS[self.tool_call_format] if spec.chat.tools and self.tool_call_format else frozenset()
-            running = Running(request, self._tokenizer, generation, shown=tags)
+            running = Running(request, self._tokenizer, generation, record, shown=tags)
             try:
                 await generation.start()
                 yield running
             finally:
+                record.usage = running.usage()
                 generation.close()
 
     def model(self) -> pb.GetModelResponse:
@@ -176,10 +190,16 @@ class Running:
     """
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer, generation: Generation, shown: frozenset[str]
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        generation: Generation,
+        record: RequestRecord,
+        shown: frozenset[str],
     ) -> None:
-        """`shown` are the special tokens that have a text."""
+        """`record` is told what is delivered; `shown` are the special tokens that have a text."""
         self.request = request
+        self._record = record
         self._generation = generation
         self._outputs = [Output(index, request, tokenizer.detokenizer(shown)) for index in range(request.n)]
         for output, prior in zip(self._outputs, request.prior_outputs, strict=False):
@@ -193,6 +213,7 @@ class Running:
                 delta = output.add(message)
                 if output.finished:
                     self._generation.end_output(message.output_index, output.num_tokens)
+                self._record.delivered(delta)
                 yield delta
 
     async def whole(self) -> list[pb.OutputDelta]:

@@ -12,6 +12,7 @@ from common import rpc
 from common.lifecycle import stop_event
 from common.probes import Probes, serve_probes
 from common.rpc import AddressError
+from common.tracing import start_tracing
 from router.block_map import serve_block_map
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig
@@ -39,12 +40,14 @@ class Router:
         Raises:
             ModelFilesError: a file of the model folder is missing or broken.
             AddressError: an address can't be parsed or bound.
+            TracingError: traces can't be exported as configured.
         """
         _check(config.scheduler_addresses)
         folder = Path(config.model)
         files = ModelFiles.read(folder)
         tokenizer = Tokenizer(files)
         template = ChatTemplate(files) if files.chat_template is not None else None
+        self._tracer = start_tracing("router", config.otlp_endpoint, config.trace_sample_ratio)
         self.probes = Probes()
         self._config = config
         self._draining = False
@@ -56,6 +59,7 @@ class Router:
             PromptEncoder(tokenizer, template, config.max_prompt_bytes),
             self.replicas,
             _tool_call_format(config.tool_call_parser, files),
+            self._tracer,
         )
         self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
         service = InferenceService(self.inference, config.write_stall_timeout)
@@ -90,6 +94,8 @@ class Router:
         await self._server.stop(0)
         for task in self._tasks:
             task.cancel()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     async def _tick(self) -> None:
         while True:
@@ -116,6 +122,7 @@ async def run(config: RouterConfig) -> None:
     Raises:
         ModelFilesError: a file of the model folder is missing or broken.
         AddressError: an address can't be parsed or bound.
+        TracingError: traces can't be exported as configured.
     """
     stop = stop_event()
     router = Router(config)

@@ -1,7 +1,6 @@
 """pagoda.v1.InferenceService: the gRPC face."""
 
 import asyncio
-import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -9,6 +8,7 @@ from typing import Any, Final
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from common.tracing import checked_traceparent
 from pagoda.v1 import inference_pb2 as pb
 from router import metrics
 from router.errors import RequestError, internal, invalid
@@ -18,7 +18,6 @@ SERVICE_NAME: Final = "pagoda.v1.InferenceService"
 
 # A status waits behind what a stalled client doesn't read; gRPC goes on trying after that.
 _ABORT_TIMEOUT_S: Final = 1.0
-_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 Context = Any  # grpc.aio.ServicerContext; its stubs lack what is used here
 Handler = Callable[[Any, Context], Awaitable[Message | None]]
@@ -77,7 +76,7 @@ class InferenceService:
         return call
 
     async def _generate(self, message: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        async with self._inference.accepted(message.spec, _caller(context)) as running:
+        async with self._inference.accepted(message.spec, _caller("Generate", context)) as running:
             outputs = await running.whole()
             return pb.GenerateResponse(
                 accepted=running.accepted(),
@@ -87,7 +86,7 @@ class InferenceService:
             )
 
     async def _generate_stream(self, message: pb.GenerateStreamRequest, context: Context) -> None:
-        async with self._inference.accepted(message.spec, _caller(context)) as running:
+        async with self._inference.accepted(message.spec, _caller("GenerateStream", context)) as running:
             await self._write(context, pb.GenerateStreamResponse(accepted=running.accepted()))
             prompt_logprobs = running.prompt_logprobs()
             async for delta in running.deltas():
@@ -124,11 +123,12 @@ class InferenceService:
         return pb.DetokenizeResponse(text=text)
 
 
-def _caller(context: Context) -> Caller:
+def _caller(method: str, context: Context) -> Caller:
     trace_context = dict(context.invocation_metadata() or ()).get("traceparent", "")
     return Caller(
+        method=method,
         time_remaining=context.time_remaining(),
-        trace_context=trace_context if _TRACEPARENT.fullmatch(trace_context) else "",
+        trace_context=checked_traceparent(trace_context),
     )
 
 

@@ -64,4 +64,9 @@ class SchedulerConfig:
         "How long running requests may go on after SIGTERM", default=30.0, unit="seconds", minimum=0
     )
     log_level: str = option("Log level", default="info", choices=("debug", "info", "warning", "error"))
+    log_format: str = option("How log lines look", default="text", choices=("text", "json"))
+    otlp_endpoint: str | None = option(
+        "OpenTelemetry collector that gets traces, http://HOST:PORT or https://HOST:PORT; by default none",
+        default=None,
+    )
     exit_with_parent: bool = option("Exit when standard input closes", default=False)

@@ -7,11 +7,13 @@ import time
 from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc
 
+from common import logs
 from common.probes import Probes
+from common.tracing import is_sampled, trace_id
 from common.version import PROTOCOL_VERSION
 from pagoda.scheduler.v1.scheduler_pb2 import Abort, Load, SequenceOutput, Submit
 from pagoda.shard.v1.shard_pb2 import ConfigureRequest, DescribeResponse, ExecuteResponse, Sampled
@@ -22,9 +24,13 @@ from scheduler.config import SchedulerConfig
 from scheduler.invariants import check
 from scheduler.outbox import Outbox
 from scheduler.request import Request, Sequence, State
+from scheduler.request_trace import RequestTrace
 from scheduler.scheduler import Limits, Scheduler, SequenceResult, blame
 from scheduler.shard_client import ConfigurationError, ShardClient, ShardError, StepStream
 from scheduler.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from common.otlp import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -57,13 +63,16 @@ class _Epoch:
 class Engine:
     """Owns the scheduler and its shard. All methods run on one event loop."""
 
-    def __init__(self, config: SchedulerConfig, shard: ShardClient, probes: Probes) -> None:
+    def __init__(
+        self, config: SchedulerConfig, shard: ShardClient, probes: Probes, tracer: "Tracer | None" = None
+    ) -> None:
         self.config = config
         self.scheduler: Scheduler | None = None
         self.description = DescribeResponse()
         self.ready = asyncio.Event()
         self._shard = shard
         self._probes = probes
+        self._tracer = tracer
         self._requests: dict[tuple[Outbox, tuple[str, int]], Request] = {}
         self._deadlines: dict[Request, asyncio.TimerHandle] = {}
         self._wake = asyncio.Event()
@@ -81,11 +90,14 @@ class Engine:
             request = self._make_request(outbox, submit)
         except RefusedError as refused:
             metrics.REFUSED.labels(refused.code.name).inc()
+            log.debug("refused: %s", refused, extra=_about(submit))
             outbox.refuse(refused.to_proto(submit))
             return
         outbox.accept(submit.key, request.number)
         if request.finished:
             return
+        if self._tracer and is_sampled(submit.trace_context):
+            request.trace = RequestTrace(self._tracer, submit.trace_context)
         self._requests[outbox, request.key] = request
         self._idle.clear()
         assert self.scheduler  # noqa: S101
@@ -140,6 +152,8 @@ class Engine:
         self._wake.set()
 
     def _fail(self, request: Request, refused: RefusedError) -> None:
+        level = logging.ERROR if refused.code is grpc.StatusCode.INTERNAL else logging.DEBUG
+        log.log(level, "failed: %s", refused, extra=_about(request.submit))
         request.outbox.refuse(refused.to_proto(request.submit))
         self._end_request(request, "error")
 
@@ -149,7 +163,10 @@ class Engine:
     def _forget_if_finished(self, request: Request) -> None:
         if not request.finished:
             return
-        self._requests.pop((request.outbox, request.key), None)
+        if self._requests.pop((request.outbox, request.key), None) and request.trace:
+            request.trace.end(
+                {"gen_ai.response.id": request.key[0], "gen_ai.usage.input_tokens": request.prompt_length}
+            )
         if timer := self._deadlines.pop(request, None):
             timer.cancel()
         if not self._requests:
@@ -405,6 +422,9 @@ class Engine:
         assert self.scheduler  # noqa: S101
         metrics.SHARD_LOSSES.inc()
         self.scheduler.reset()
+        for request in self._requests.values():
+            if request.trace:
+                request.trace.event("shard_lost")
         for request in blame([plan for plan, _ in epoch.in_flight]):
             message = f"the step of this request failed {request.failed_steps} times, the last time alone"
             self._fail(request, RefusedError(grpc.StatusCode.INTERNAL, message))
@@ -438,6 +458,11 @@ class Engine:
     async def wait_idle(self) -> None:
         """Returns once every request has ended."""
         await self._idle.wait()
+
+
+def _about(submit: Submit) -> dict[str, Any]:
+    """What a log line says of the request that it is about."""
+    return logs.fields(request_id=submit.key.request_id, trace_id=trace_id(submit.trace_context))
 
 
 def _is_more_than_a_token(sampled: Sampled) -> bool:

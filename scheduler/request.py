@@ -9,6 +9,7 @@ from pagoda.v1.sampling_pb2 import PositionLogprobs
 from scheduler.beam_search import BeamSearch, Candidate
 from scheduler.block_hash import block_hash
 from scheduler.outbox import Outbox
+from scheduler.request_trace import RequestTrace
 
 
 class State(enum.Enum):
@@ -139,6 +140,8 @@ class Request:
     root_hash: bytes
     sequences: list[Sequence] = field(default_factory=list)
     beams: BeamSearch | None = None
+    # Keeps time, if the request is traced.
+    trace: RequestTrace | None = None
     failed_steps: int = 0
     # Slots set aside for it while any of its sequences runs.
     claim: int = 0

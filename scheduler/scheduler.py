@@ -67,7 +67,10 @@ class SequenceResult(NamedTuple):
 
 
 class Scheduler:
-    """The queues, the blocks and the slots of one replica. Pure: no clock, no I/O."""
+    """The queues, the blocks and the slots of one replica. Pure: no clock, no I/O.
+
+    Requests that are traced keep time by themselves.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -280,6 +283,8 @@ class Scheduler:
         return self.blocks.blocks_for(sequence.length) - len(sequence.block_table)
 
     def _run(self, sequence: Sequence) -> None:
+        if trace := sequence.request.trace:
+            trace.admitted()
         sequence.state = State.RUNNING
         sequence.slot = self.free_slots.pop()
         insort(self.running, sequence, key=rank_of)
@@ -338,6 +343,8 @@ class Scheduler:
             if sequence.state is State.FINISHED:
                 continue
             sequence.num_pending -= 1
+            if trace := sequence.request.trace:
+                trace.sampled()
             if sampled.invalid:
                 self.finish(sequence)
                 results.append(SequenceResult(sequence, [], FINISH_REASON_UNSPECIFIED, sampled))
@@ -435,6 +442,8 @@ class Scheduler:
         # A prefill that isn't done would bring back what it then has to go on computing anyway.
         wanted = (mode == "swap" or (mode == "auto" and several)) and all(s.decoding for s in victims)
         swapped = wanted and not request.forking and self.blocks.swap_out(victims)
+        if request.trace:
+            request.trace.event("preempted", mode="swap" if swapped else "recompute")
         self.totals.swaps += swapped
         self.totals.recomputes += not swapped
         for sequence in victims:

@@ -22,6 +22,7 @@ from common.rpc import (
     check_address,
     health_status,
 )
+from common.tracing import TracingError, start_tracing
 from pagoda.scheduler.v1 import scheduler_pb2_grpc
 from scheduler import metrics
 from scheduler.config import SchedulerConfig
@@ -41,12 +42,14 @@ async def serve(config: SchedulerConfig) -> None:
     Raises:
         AddressError: an address is wrong or taken.
         FatalError: the shard and the configuration don't fit together.
+        TracingError: traces can't be exported as configured.
     """
     probes = Probes()
     serve_probes(config.metrics_address, probes)
     ranks = config.shard_addresses
     shard = GrpcShardClient(ranks[0]) if len(ranks) == 1 else ShardGroup(ranks)
-    engine = Engine(config, shard, probes)
+    tracer = start_tracing("scheduler", config.otlp_endpoint)
+    engine = Engine(config, shard, probes, tracer)
     metrics.watch(lambda: engine.scheduler)
     service = SchedulerService(engine)
     server = grpc.aio.server(options=SERVER_OPTIONS)
@@ -80,6 +83,8 @@ async def serve(config: SchedulerConfig) -> None:
             await running
         await server.stop(1)
         await shard.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 async def _follow(probes: Probes, health: Any) -> None:
@@ -100,13 +105,13 @@ def _check_shard_addresses(addresses: Sequence[str]) -> None:
 def main() -> None:
     """Runs `python -m scheduler`."""
     config = load(SchedulerConfig, "scheduler")
-    setup("scheduler", config.log_level)
+    setup("scheduler", config.log_level, config.log_format)
     if config.exit_with_parent:
         exit_with_parent()
     try:
         _check_shard_addresses(config.shard_addresses)
         calm_garbage_collector()
         asyncio.run(serve(config))
-    except (AddressError, FatalError) as error:
+    except (AddressError, FatalError, TracingError) as error:
         print(f"python -m scheduler: {error}", file=sys.stderr)
         sys.exit(2)

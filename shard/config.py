@@ -62,4 +62,5 @@ class ShardConfig:
         "How long to stay for the scheduler after SIGTERM", default=60.0, unit="seconds", minimum=0
     )
     log_level: str = option("Log level", default="info", choices=("debug", "info", "warning", "error"))
+    log_format: str = option("How log lines look", default="text", choices=("text", "json"))
     exit_with_parent: bool = option("Exit when standard input closes", default=False)

@@ -180,7 +180,7 @@ def _set_serving(health: object, serving: bool) -> None:
 def main() -> None:
     """Runs `python -m shard`."""
     config = load(ShardConfig, "shard")
-    setup("shard", config.log_level)
+    setup("shard", config.log_level, config.log_format)
     if config.exit_with_parent:
         exit_with_parent()
     try:

@@ -85,6 +85,16 @@ def test_formats_of_tool_calls_are_those_of_the_router() -> None:
     assert flags(specs(ServeConfig(tool_call_parser="hermes"))["router"])["--tool-call-parser"] == "hermes"
 
 
+def test_logs_and_traces_are_passed_on() -> None:
+    config = ServeConfig(log_format="json", log_requests="summary", otlp_endpoint="http://collector:4317")
+    made = specs(config)
+
+    assert {flags(spec)["--log-format"] for spec in made.values()} == {"json"}
+    assert flags(made["router"])["--log-requests"] == "summary"
+    traced = {name for name, spec in made.items() if "--otlp-endpoint" in spec.argv}
+    assert traced == {"router", "scheduler"}
+
+
 def test_what_is_not_given_is_left_to_the_process() -> None:
     made = specs(ServeConfig())
 
