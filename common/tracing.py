@@ -6,19 +6,13 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from common.otlp import Tracer
 
-# W3C: version, trace id, id of the parent span, flags.
-_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+# Of the flags, which are the last byte of a W3C traceparent; its trace id follows the version.
 _SAMPLED: Final = 1
 _ENDPOINT: Final = re.compile(r"https?://[\w.\-\[\]:]+/?")
 
 
 class TracingError(ValueError):
     """Traces are asked for and can't be had; the message names the option and says what to do."""
-
-
-def checked_traceparent(given: str) -> str:
-    """What a client sent as `traceparent`, or nothing if it is none."""
-    return given if _TRACEPARENT.fullmatch(given) else ""
 
 
 def trace_id(traceparent: str) -> str:
@@ -46,6 +40,8 @@ def start_tracing(process: str, endpoint: str | None, sample_ratio: float = 0.0)
     try:
         from common.otlp import Tracer
     except ModuleNotFoundError as error:
-        message = f"--otlp-endpoint needs the Python package {error.name}: pip install '.[tracing]'"
+        message = (
+            f"--otlp-endpoint needs OpenTelemetry, and {error.name} is missing: pip install '.[tracing]'"
+        )
         raise TracingError(message) from error
     return Tracer(process, endpoint, sample_ratio)

@@ -43,11 +43,11 @@ class Router:
             TracingError: traces can't be exported as configured.
         """
         _check(config.scheduler_addresses)
+        self._tracer = start_tracing("router", config.otlp_endpoint, config.trace_sample_ratio)
         folder = Path(config.model)
         files = ModelFiles.read(folder)
         tokenizer = Tokenizer(files)
         template = ChatTemplate(files) if files.chat_template is not None else None
-        self._tracer = start_tracing("router", config.otlp_endpoint, config.trace_sample_ratio)
         self.probes = Probes()
         self._config = config
         self._draining = False

@@ -10,9 +10,11 @@ import grpc
 import pytest
 
 from common import logs
+from common.tracing import is_sampled
 from pagoda.v1 import inference_pb2 as pb
 from pagoda.v1.sampling_pb2 import SamplingParams
 from router.request_record import MAX_LOGGED_CHARACTERS
+from tests.collector import collecting
 from tests.router.conftest import Client, StartRouter
 from tests.router.fake_scheduler import LENGTH, STOP, FakeScheduler
 from tests.router.models import byte_level_bpe
@@ -205,3 +207,51 @@ async def test_a_fault_is_logged_under_the_ids_of_its_request(
     fault = await lines.of("router.errors")
 
     assert (fault["request_id"], fault["trace_id"]) == ("mine", TRACE_ID)
+
+
+async def test_resubmits_are_events_of_the_span(start_router: StartRouter) -> None:
+    with collecting() as collector:
+        fakes = [FakeScheduler(), FakeScheduler()]
+        client = await start_router(fakes, otlp_endpoint=collector.endpoint, trace_sample_ratio=1)
+        first, second = fakes
+        call = generate(client, spec())
+        submit = await first.accept()
+        first.drop()
+        again = await second.accept()
+        second.send(again, [1], STOP)
+        await call
+
+        (span,) = await asyncio.to_thread(collector.spans, 1)
+
+    assert span.events == [("resubmit", {})]
+    assert submit.trace_context == again.trace_context
+    assert submit.trace_context.startswith(f"00-{span.trace_id}-{span.span_id}-")
+    assert is_sampled(submit.trace_context)
+    assert span.parent_id == ""
+
+
+async def test_a_span_has_no_text_and_the_fault_of_a_server(start_router: StartRouter) -> None:
+    with collecting() as collector:
+        client = await start_router(otlp_endpoint=collector.endpoint, trace_sample_ratio=1)
+        stop = pb.StopConditions(strings=["a secret"], max_tokens=3)
+        call = generate(client, spec(text="a secret", stop=stop, sampling=SamplingParams(temperature=0.5)))
+        await client.scheduler.refuse(grpc.StatusCode.INTERNAL, "a secret")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call
+
+        (span,) = await asyncio.to_thread(collector.spans, 1)
+
+    assert "secret" not in str(span)
+    assert (span.failed, span.attributes["error.type"]) == (True, "INTERNAL")
+    assert span.attributes["gen_ai.request.temperature"] == 0.5
+    assert span.attributes["gen_ai.request.max_tokens"] == 3
+
+
+async def test_a_router_without_traces_hands_on_what_its_client_sent(client: Client) -> None:
+    sent = f"00-{TRACE_ID}-00f067aa0ba902b7-01"
+    call = generate(client, spec(), metadata=(("traceparent", sent),))
+    submit = await client.scheduler.accept()
+    client.scheduler.send(submit, [1], STOP)
+    await call
+
+    assert submit.trace_context == sent

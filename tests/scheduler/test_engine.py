@@ -10,6 +10,7 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from common.otlp import Tracer
 from common.probes import Probes
 from pagoda.scheduler.v1.scheduler_pb2 import Abort, RequestRefused
 from pagoda.v1.inference_pb2 import FINISH_REASON_LENGTH, BeamSearch, Constraint, FinishReason, PriorOutput
@@ -75,13 +76,13 @@ def has_tokens(router: Router, name: str, count: int) -> bool:
 
 @contextlib.asynccontextmanager
 async def serving(
-    client: FakeShardClient | None = None, **options: Any
+    client: FakeShardClient | None = None, tracer: Tracer | None = None, **options: Any
 ) -> AsyncIterator[tuple[Engine, FakeShardClient, Router]]:
     """An engine that runs, and a router attached to it. At the end every block is free."""
     client = client or FakeShardClient()
     defaults = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
     config = SchedulerConfig(shard_addresses=("fake",), **{**defaults, **options})
-    engine = Engine(config, client, Probes())
+    engine = Engine(config, client, Probes(), tracer)
     running = asyncio.create_task(engine.run())
     router = Router(engine)
     try:
