@@ -39,6 +39,13 @@ class RouterConfig:
         default="auto",
         choices=("auto", *FORMATS),
     )
+    max_connection_age: float = option(
+        "When clients are told to connect anew, so that new routers get some; running calls end in peace",
+        default=300.0,
+        unit="seconds",
+        minimum=1,
+        maximum=86400,
+    )
     write_stall_timeout: float = option(
         "A client that takes nothing for so long is ended",
         default=60.0,

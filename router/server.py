@@ -27,6 +27,8 @@ from router.tool_calls import detect
 # For statuses to reach clients whose requests outlived the grace.
 _FAREWELL_S: Final = 1.0
 _TICK_S: Final = 1.0
+# As gRPC spells it.
+_UNLIMITED: Final = 2**31 - 1
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +63,11 @@ class Router:
             _tool_call_format(config.tool_call_parser, files),
             self._tracer,
         )
-        self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        self._server = grpc.aio.server(
+            options=[*rpc.SERVER_OPTIONS, *_connection_age(config.max_connection_age)],
+            # Requests may come compressed. What goes out is a few bytes at a time, and would only grow.
+            compression=grpc.Compression.NoCompression,
+        )
         service = InferenceService(self.inference, config.write_stall_timeout)
         self._server.add_generic_rpc_handlers((service.rpc_handler(),))
         self._health = rpc.add_health_aio(self._server)
@@ -141,6 +147,14 @@ async def run(config: RouterConfig) -> None:
 
 def _tool_call_format(parser: str, files: ModelFiles) -> str | None:
     return detect(files.chat_template) if parser == "auto" else parser
+
+
+def _connection_age(limit_s: float) -> list[tuple[str, int]]:
+    """Connections of that age take no new calls; the calls on them go on for as long as they like."""
+    return [
+        ("grpc.max_connection_age_ms", int(limit_s * 1000)),
+        ("grpc.max_connection_age_grace_ms", _UNLIMITED),
+    ]
 
 
 def _check(addresses: Iterable[str]) -> None:

@@ -2,10 +2,12 @@
 //
 //   npm ci && node stream.mjs ADDRESS PROMPT
 
+import { readFileSync } from "node:fs";
 import { dirname, join } from "node:path";
 import { fileURLToPath } from "node:url";
 import grpc from "@grpc/grpc-js";
 import protoLoader from "@grpc/proto-loader";
+import { describe } from "./errors.mjs";
 
 const [address, prompt] = process.argv.slice(2);
 if (prompt === undefined) {
@@ -25,7 +27,10 @@ const definition = protoLoader.loadSync("pagoda/v1/inference.proto", {
 });
 const { InferenceService } = grpc.loadPackageDefinition(definition).pagoda.v1;
 
-const client = new InferenceService(address, grpc.credentials.createInsecure());
+const client = new InferenceService(address, grpc.credentials.createInsecure(), {
+  // gRPC sends a call again, with backoff, that no server took.
+  "grpc.service_config": readFileSync(join(protos, "pagoda/v1/service_config.json"), "utf8"),
+});
 const spec = { chat: { messages: [{ role: "user", content: prompt }] }, stop: { max_tokens: 64 } };
 const call = client.GenerateStream({ spec }, { deadline: Date.now() + 60_000 });
 
@@ -42,7 +47,7 @@ call.on("data", (response) => {
 });
 call.on("error", (error) => {
   const cancelled = error.code === grpc.status.CANCELLED;
-  if (!cancelled) console.error(`${grpc.status[error.code]}: ${error.details}`);
+  if (!cancelled) console.error(describe(error));
   process.exitCode = cancelled ? 130 : 1;
 });
 call.on("close", () => client.close());

@@ -7,6 +7,7 @@ import sys
 
 import grpc
 
+from examples.python.calls import CHANNEL_OPTIONS, describe
 from pagoda.v1 import inference_pb2 as pb
 from pagoda.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -15,7 +16,7 @@ def main(address: str, prompt: str) -> int:
     """Prints both answers; returns the exit status."""
     message = pb.ChatMessage(role="user", content=prompt)
     spec = pb.GenerateSpec(chat=pb.Chat(messages=[message]), stop=pb.StopConditions(max_tokens=64))
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address, CHANNEL_OPTIONS) as channel:
         stub = InferenceServiceStub(channel)
         try:
             print("At once:")
@@ -24,7 +25,7 @@ def main(address: str, prompt: str) -> int:
             print("As it is made:")
             stream(stub, spec)
         except grpc.RpcError as error:
-            print(f"{error.code().name}: {error.details()}", file=sys.stderr)
+            print(describe(error), file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             return 130

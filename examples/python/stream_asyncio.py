@@ -8,13 +8,14 @@ import sys
 
 import grpc
 
+from examples.python.calls import CHANNEL_OPTIONS, describe
 from pagoda.v1 import inference_pb2 as pb
 from pagoda.v1.inference_pb2_grpc import InferenceServiceStub
 
 
 async def main(address: str, prompts: list[str]) -> int:
     """Prints each answer when it is complete; returns the exit status. Ctrl-C cancels them all."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
         answers = await asyncio.gather(*(answer(channel, prompt) for prompt in prompts))
     return 0 if all(answers) else 1
 
@@ -35,7 +36,7 @@ async def answer(channel: grpc.aio.Channel, prompt: str) -> bool:
                     print(f"{prompt}\n{text}")
                     print(f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} completion tokens")
     except grpc.aio.AioRpcError as error:
-        print(f"{error.code().name}: {error.details()}", file=sys.stderr)
+        print(describe(error), file=sys.stderr)
         return False
     return True
 

@@ -4,10 +4,14 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
+import grpc
 import pytest
+
+from router.errors import invalid, unavailable
 
 ROOT = Path(__file__).parents[2]
 NODE = ROOT / "examples" / "node"
@@ -58,6 +62,41 @@ def test_an_example_without_a_server_says_so_in_one_line(name: str) -> None:
     assert result.returncode == 1
     assert result.stderr.startswith("UNAVAILABLE: ")
     assert result.stderr.count("\n") == 1
+
+
+class Reluctant(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+    """A router that isn't there yet for two calls, and then refuses for good."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        if details.method.endswith("Stream"):
+            return grpc.unary_stream_rpc_method_handler(self._refuse)
+        return grpc.unary_unary_rpc_method_handler(self._refuse)
+
+    def _refuse(self, _: bytes, context: grpc.ServicerContext) -> NoReturn:
+        self.calls += 1
+        error = unavailable("not yet") if self.calls <= 2 else invalid("spec.chat", "is rude")
+        context.abort_with_status(error.status())
+
+
+@pytest.mark.parametrize("name", ["generate", "stream_asyncio", "node"])
+def test_an_example_tries_again_and_shows_the_details_of_an_error(name: str) -> None:
+    router = Reluctant()
+    server = grpc.server(ThreadPoolExecutor(2), handlers=[router])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+
+    result = run(*example(name), f"127.0.0.1:{port}", PROMPT)
+    server.stop(0)
+
+    assert (result.returncode, router.calls) == (1, 3)
+    assert result.stderr.splitlines() == [
+        "INVALID_ARGUMENT: spec.chat: is rude",
+        "  reason: INVALID_FIELD",
+        "  field: spec.chat",
+    ]
 
 
 def test_several_prompts_are_answered_at_once(stack: Stack) -> None:
