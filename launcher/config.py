@@ -77,7 +77,7 @@ class ServeConfig:
     )
     log_level: str = option("Log level of the three processes", default="warning", choices=LOG_LEVELS)
     log_requests: str | None = option(
-        "A log line for each request that ends: its counts and times, or also its beginning in plain text",
+        "Log each request that ends: summary is counts and times; text also has prompt and outputs, cut",
         default=None,
         choices=("off", "summary", "text"),
     )

@@ -71,7 +71,7 @@ class RouterConfig:
     )
     log_level: str = option("Log level", default="info", choices=("debug", "info", "warning", "error"))
     log_requests: str = option(
-        "A log line for each request that ends: its counts and times, or also its beginning in plain text",
+        "Log each request that ends: summary is counts and times; text also has prompt and outputs, cut",
         default="off",
         choices=("off", "summary", "text"),
     )

@@ -133,6 +133,7 @@ def _parameters(spec: pb.GenerateSpec) -> dict[str, Any]:
     return {
         "sampling": {field.name: _number(value) for field, value in spec.sampling.ListFields()},
         "max_tokens": spec.stop.max_tokens or None,
+        "min_tokens": spec.stop.min_tokens or None,
         "stop_strings": len(spec.stop.strings) or None,
         "stop_tokens": len(spec.stop.token_ids) or None,
         "beam_width": spec.beam_search.beam_width or None,
