@@ -4,10 +4,10 @@ import asyncio
 import sys
 
 from common import config, lifecycle, logs
+from common.model_files import ModelFilesError
 from common.rpc import AddressError
 from common.tracing import TracingError
 from router.config import RouterConfig
-from router.model_files import ModelFilesError
 from router.server import run
 
 

@@ -12,8 +12,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from common.model_files import SPECIAL_TOKENS, ModelFiles, ModelFilesError
 from router.described_tools import takes_tools
-from router.model_files import SPECIAL_TOKENS, ModelFiles, ModelFilesError
 
 # What a template is given by us.
 RESERVED: Final = frozenset(

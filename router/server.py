@@ -10,6 +10,7 @@ import grpc
 
 from common import rpc
 from common.lifecycle import stop_event
+from common.model_files import ModelFiles
 from common.probes import Probes, serve_probes
 from common.rpc import AddressError
 from common.tracing import start_tracing
@@ -17,7 +18,6 @@ from router.block_map import serve_block_map
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig
 from router.inference import Inference
-from router.model_files import ModelFiles
 from router.prompt import PromptEncoder
 from router.replicas import Replicas
 from router.service import SERVICE_NAME, InferenceService

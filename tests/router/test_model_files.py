@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from common.model_files import ModelFiles, ModelFilesError
 from router.chat_template import ChatTemplate
-from router.model_files import ModelFiles, ModelFilesError
 from router.tokenizer import Tokenizer
 from tests.router.models import write_model
 

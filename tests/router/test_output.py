@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
+from common.model_files import ModelFiles
 from pagoda.scheduler.v1.scheduler_pb2 import SequenceOutput
 from pagoda.v1.sampling_pb2 import PositionLogprobs, SamplingParams, TokenLogprob
 from router.generation import Generation
-from router.model_files import ModelFiles
 from router.output import Output
 from router.replicas import Replicas
 from router.tokenizer import Tokenizer

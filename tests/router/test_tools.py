@@ -8,10 +8,10 @@ import grpc
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from common.model_files import ModelFiles
 from pagoda.v1 import inference_pb2 as pb
 from router.chat_template import ChatTemplate
 from router.errors import RequestError
-from router.model_files import ModelFiles
 from router.prompt import PromptEncoder
 from router.tokenizer import Tokenizer as RouterTokenizer
 from tests.router.conftest import Client, StartRouter

@@ -5,6 +5,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
+from common.model_files import ModelFiles
 from pagoda.v1.inference_pb2 import (
     BeamSearch,
     Chat,
@@ -18,7 +19,6 @@ from pagoda.v1.inference_pb2 import (
 from pagoda.v1.sampling_pb2 import SamplingParams
 from router.chat_template import ChatTemplate
 from router.errors import RequestError
-from router.model_files import ModelFiles
 from router.prompt import PromptEncoder
 from router.tokenizer import Tokenizer
 from router.validation import Limits, validate

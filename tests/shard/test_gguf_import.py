@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from router.model_files import ModelFiles
+from common.model_files import ModelFiles
 from router.tokenizer import Tokenizer as RouterTokenizer
 from shard.gguf_file import GgufFile
 from shard.gguf_import import cached_import, import_gguf

@@ -1,4 +1,4 @@
-"""What a router reads of a Hugging Face model folder."""
+"""What router and scheduler read of a Hugging Face model folder."""
 
 import json
 from collections.abc import Mapping
