@@ -1,13 +1,20 @@
 """A client's GenerateSpec to a Request in which nothing is left to check or to default."""
 
-import secrets
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import grpc
 
+from common.sampling import (
+    FieldError,
+    Range,
+    check_lengths,
+    check_prompt_logprobs,
+    check_stop_tokens,
+    complete,
+)
 from pagoda.v1.inference_pb2 import BeamSearch, GenerateSpec, StopConditions
 from pagoda.v1.sampling_pb2 import SamplingParams
 from router.errors import RequestError, invalid, unserved
@@ -16,11 +23,6 @@ from router.prompt import PromptEncoder
 MAX_REQUEST_ID_LENGTH: Final = 128
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_BYTES: Final = 1024
-MAX_STOP_TOKENS: Final = 128
-MAX_LOGIT_BIASES: Final = 1024
-MAX_LOGPROBS: Final = 20
-# Of one prompt: tokens times (1 + how many likeliest ones). About 4 MiB on the wire.
-MAX_PROMPT_LOGPROBS: Final = 2**18
 MAX_OUTPUTS: Final = 128
 MAX_BEAM_WIDTH: Final = 32
 MAX_PRIORITY: Final = 1000
@@ -75,37 +77,19 @@ class Request:
     prompt_logprobs: int | None = None
 
 
-@dataclass(frozen=True)
-class _Range:
-    default: float
-    low: float
-    high: float
-    low_included: bool = True
-
-    def check(self, value: float, field: str) -> None:
-        above = value >= self.low if self.low_included else value > self.low
-        if not (above and value <= self.high):  # NaN is neither
-            low = f"at least {self.low:g}" if self.low_included else f"greater than {self.low:g}"
-            raise invalid(field, f"{value:g} must be {low} and at most {self.high:g}")
-
-
-_RANGES: Final = {
-    "temperature": _Range(1, 0, 100),
-    "top_p": _Range(1, 0, 1, low_included=False),
-    "min_p": _Range(0, 0, 1),
-    "presence_penalty": _Range(0, -2, 2),
-    "frequency_penalty": _Range(0, -2, 2),
-    "repetition_penalty": _Range(1, 0.01, 10),
-}
-_LOGIT_BIAS: Final = _Range(0, -100, 100)
-
-
 async def validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) -> Request:
     """Checks everything, cheap things first, and encodes the prompt.
 
     Raises:
         RequestError: INVALID_ARGUMENT, UNIMPLEMENTED or NOT_FOUND, on the first field at fault.
     """
+    try:
+        return await _validate(spec, limits, prompts)
+    except FieldError as error:
+        raise invalid(error.field, str(error)) from error
+
+
+async def _validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) -> Request:
     if spec.model not in ("", limits.model):
         message = f"model {spec.model[:100]!r} isn't served here; {limits.model!r} is"
         raise RequestError(grpc.StatusCode.NOT_FOUND, message, reason="MODEL_NOT_FOUND", field="spec.model")
@@ -114,10 +98,11 @@ async def validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) -
     _check_scheduling(spec)
     n = _n(spec)
     beam_search = _beam_search(spec, n)
-    sampling = _sampling(spec.sampling, limits)
+    sampling = complete(spec.sampling, limits.vocab_size, "spec.sampling")
     stop_token_ids = _stop_token_ids(spec.stop, limits)
     stop_strings = _stop_strings(spec.stop)
-    _check_lengths(spec.stop)
+    if spec.stop.HasField("max_tokens"):
+        check_lengths(spec.stop.max_tokens, spec.stop.min_tokens, "spec.stop")
     prompt, field = await _prompt(spec, prompts)
     if len(prompt) >= limits.max_model_len:
         raise invalid(
@@ -192,7 +177,7 @@ def _beam_search(spec: GenerateSpec, n: int) -> BeamSearch | None:
         message = f"{given.beam_width} must be at least n, which is {n}, and at most {MAX_BEAM_WIDTH}"
         raise invalid(f"{field}.beam_width", message)
     penalty = given.length_penalty if given.HasField("length_penalty") else 1.0
-    _Range(1, -10, 10).check(penalty, f"{field}.length_penalty")
+    Range(1, -10, 10).check(penalty, f"{field}.length_penalty")
     for descriptor, _ in spec.sampling.ListFields():
         if descriptor.name != "seed":
             raise invalid(
@@ -221,59 +206,12 @@ def _check_scheduling(spec: GenerateSpec) -> None:
         raise invalid("spec.cache_salt", f"{size} bytes long, at most {MAX_CACHE_SALT_BYTES} are taken")
 
 
-def _sampling(given: SamplingParams, limits: Limits) -> SamplingParams:
-    filled: Any = SamplingParams()
-    filled.CopyFrom(given)
-    for name, bounds in _RANGES.items():
-        if filled.HasField(name):
-            bounds.check(getattr(filled, name), f"spec.sampling.{name}")
-        else:
-            setattr(filled, name, bounds.default)
-    if filled.logprobs > MAX_LOGPROBS:
-        raise invalid("spec.sampling.logprobs", f"{filled.logprobs} must be at most {MAX_LOGPROBS}")
-    _check_logit_bias(filled.logit_bias, limits)
-    if not filled.HasField("top_k"):
-        filled.top_k = 0
-    if not filled.HasField("seed"):
-        filled.seed = secrets.randbits(64)
-    return filled  # type: ignore[no-any-return]
-
-
-def _check_logit_bias(biases: Mapping[int, float], limits: Limits) -> None:
-    field = "spec.sampling.logit_bias"
-    if len(biases) > MAX_LOGIT_BIASES:
-        raise invalid(field, f"{len(biases)} tokens, at most {MAX_LOGIT_BIASES} are taken")
-    for token_id, value in biases.items():
-        if token_id >= limits.vocab_size:
-            raise invalid(field, f"{token_id} must be less than the vocabulary's {limits.vocab_size}")
-        _LOGIT_BIAS.check(value, f"{field}[{token_id}]")
-
-
-def _check_lengths(stop: StopConditions) -> None:
-    if not stop.HasField("max_tokens"):
-        return
-    if stop.max_tokens < 1:
-        raise invalid("spec.stop.max_tokens", "0 must be at least 1; leave it unset for as many as fit")
-    if stop.min_tokens > stop.max_tokens:
-        message = f"{stop.min_tokens} must be at most max_tokens, which is {stop.max_tokens}"
-        raise invalid("spec.stop.min_tokens", message)
-
-
 def _prompt_logprobs(spec: GenerateSpec, prompt_length: int) -> int | None:
     """None also for a request that is resumed with tokens: they came before the first of these."""
-    field, top = "spec.prompt_logprobs", spec.prompt_logprobs
-    if top > MAX_LOGPROBS:
-        raise invalid(field, f"{top} must be at most {MAX_LOGPROBS}")
-    if not spec.HasField("prompt_logprobs") or any(prior.token_ids for prior in spec.prior_outputs):
+    if not spec.HasField("prompt_logprobs"):
         return None
-    if prompt_length * (1 + top) > MAX_PROMPT_LOGPROBS:
-        longest = MAX_PROMPT_LOGPROBS // (1 + top)
-        message = (
-            f"{prompt_length} prompt tokens times {1 + top} log-probabilities must be at most "
-            f"{MAX_PROMPT_LOGPROBS}; shorten the prompt to {longest} or ask for fewer"
-        )
-        raise invalid(field, message)
-    return top
+    check_prompt_logprobs(spec.prompt_logprobs, prompt_length, "spec.prompt_logprobs")
+    return None if any(prior.token_ids for prior in spec.prior_outputs) else spec.prompt_logprobs
 
 
 def _stop_strings(stop: StopConditions) -> tuple[str, ...]:
@@ -290,8 +228,7 @@ def _stop_strings(stop: StopConditions) -> tuple[str, ...]:
 
 def _stop_token_ids(stop: StopConditions, limits: Limits) -> frozenset[int]:
     field = "spec.stop.token_ids"
-    if len(stop.token_ids) > MAX_STOP_TOKENS:
-        raise invalid(field, f"{len(stop.token_ids)} stop tokens, at most {MAX_STOP_TOKENS} are taken")
+    check_stop_tokens(len(stop.token_ids), field)
     check_token_ids(stop.token_ids, limits.vocab_size, field)
     return frozenset(stop.token_ids) | frozenset(() if stop.ignore_eos else limits.eos_token_ids)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from google.protobuf import json_format
 
-from common import config
+from common import config, sampling
 from common.rpc import MAX_MESSAGE_BYTES, MIN_PING_INTERVAL_MS
 from pagoda.v1 import inference_pb2 as pb
 from pagoda.v1.sampling_pb2 import SamplingParams
@@ -134,7 +134,7 @@ def test_every_field_of_a_request_has_its_row(message: type) -> None:
 
 def test_ranges_are_those_that_are_checked() -> None:
     assert "| none | -100 to 100 |" in row("docs/clients.md", "logit_bias")
-    for name, bounds in validation._RANGES.items():
+    for name, bounds in sampling.RANGES.items():
         low = f"{bounds.low:g}" if bounds.low_included else f"over {bounds.low:g},"
         start = f"| `{name}` | {bounds.default:g} | {low} to {bounds.high:g} |"
         assert row("docs/clients.md", name).startswith(start), start
@@ -148,12 +148,12 @@ def test_ranges_are_those_that_are_checked() -> None:
             "strings",
             f"At most {validation.MAX_STOP_STRINGS}, each 1 to {validation.MAX_STOP_STRING_BYTES:,} bytes",
         ),
-        ("token_ids", f"At most {validation.MAX_STOP_TOKENS}"),
+        ("token_ids", f"At most {sampling.MAX_STOP_TOKENS}"),
         ("messages", f"1 to {chat.MAX_MESSAGES:,} "),
         ("tools", f"At most {chat.MAX_TOOLS} "),
-        ("logprobs", f"0 to {validation.MAX_LOGPROBS}"),
-        ("prompt_logprobs", f"0 to {validation.MAX_LOGPROBS}"),
-        ("logit_bias", f"at most {validation.MAX_LOGIT_BIASES:,}, "),
+        ("logprobs", f"0 to {sampling.MAX_LOGPROBS}"),
+        ("prompt_logprobs", f"0 to {sampling.MAX_LOGPROBS}"),
+        ("logit_bias", f"at most {sampling.MAX_LOGIT_BIASES:,}, "),
         ("--max-prompt-bytes", f"{RouterConfig.max_prompt_bytes:,} bytes"),
         ("--max-concurrent-requests", f"{RouterConfig.max_concurrent_requests:,} "),
         ("--max-waiting-requests", f"{SchedulerConfig.max_waiting_requests:,} "),
@@ -171,7 +171,7 @@ def test_limits_are_those_of_the_code(field: str, limit: str) -> None:
 
 
 def test_the_limit_of_prompt_logprobs_is_that_of_the_code() -> None:
-    assert f"at most {validation.MAX_PROMPT_LOGPROBS:,}." in prose("docs/clients.md")
+    assert f"at most {sampling.MAX_PROMPT_LOGPROBS:,}." in prose("docs/clients.md")
 
 
 def test_the_limits_of_grpc_are_those_of_the_code() -> None:
