@@ -1,7 +1,7 @@
-"""What may be asked of sampling, by whichever face a request comes."""
+"""What may be asked of sampling and of an output's end, by whichever face a request comes."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,6 +11,9 @@ MAX_LOGIT_BIASES: Final = 1024
 MAX_LOGPROBS: Final = 20
 # Of one prompt: tokens times (1 + how many likeliest ones). About 4 MiB on the wire.
 MAX_PROMPT_LOGPROBS: Final = 2**18
+MAX_OUTPUTS: Final = 128
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_STRING_BYTES: Final = 1024
 MAX_STOP_TOKENS: Final = 128
 
 
@@ -107,6 +110,17 @@ def check_prompt_logprobs(top: int, prompt_length: int, field: str) -> None:
             f"{MAX_PROMPT_LOGPROBS}; shorten the prompt to {longest} or ask for fewer"
         )
         raise FieldError(field, message)
+
+
+def check_stop_strings(strings: Sequence[str], field: str) -> None:
+    """Raises `FieldError` on too many, or on one that is empty or too long."""
+    if len(strings) > MAX_STOP_STRINGS:
+        raise FieldError(field, f"{len(strings)} stop strings, at most {MAX_STOP_STRINGS} are taken")
+    for index, string in enumerate(strings):
+        size = len(string.encode())
+        if not 1 <= size <= MAX_STOP_STRING_BYTES:
+            message = f"{size} bytes long, must be at least 1 and at most {MAX_STOP_STRING_BYTES}"
+            raise FieldError(f"{field}[{index}]", message)
 
 
 def check_stop_tokens(count: int, field: str) -> None:

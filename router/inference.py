@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from common.tokenizer import Tokenizer
 from pagoda.v1 import inference_pb2 as pb
 from router import metrics
 from router.config import RouterConfig
@@ -17,7 +18,6 @@ from router.output import Output
 from router.prompt import PromptEncoder
 from router.replicas import Replicas
 from router.request_record import RequestRecord
-from router.tokenizer import Tokenizer
 from router.tool_calls import TAGS
 from router.validation import Limits, Request, check_token_ids, validate
 

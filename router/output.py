@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
+from common.detokenizer import Detokenizer
+from common.stop_strings import StopMatcher
 from pagoda.scheduler.v1.scheduler_pb2 import SequenceOutput
 from pagoda.v1.inference_pb2 import FinishReason, OutputDelta
-from router.detokenizer import Detokenizer
 from router.errors import invalid
-from router.stop_strings import StopMatcher
 from router.validation import Request
 
 

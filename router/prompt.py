@@ -2,13 +2,13 @@
 
 from typing import Any
 
+from common.tokenizer import Tokenizer
 from pagoda.v1.inference_pb2 import Chat
 from router.chat import read_chat
 from router.chat_template import ChatTemplate, ChatTemplateError
 from router.described_tools import describe
 from router.errors import invalid
 from router.literal_text import LiteralText, pieces
-from router.tokenizer import Tokenizer
 
 
 class PromptEncoder:

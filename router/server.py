@@ -13,6 +13,7 @@ from common.lifecycle import stop_event
 from common.model_files import ModelFiles
 from common.probes import Probes, serve_probes
 from common.rpc import AddressError
+from common.tokenizer import Tokenizer
 from common.tracing import start_tracing
 from router.block_map import serve_block_map
 from router.chat_template import ChatTemplate
@@ -21,7 +22,6 @@ from router.inference import Inference
 from router.prompt import PromptEncoder
 from router.replicas import Replicas
 from router.service import SERVICE_NAME, InferenceService
-from router.tokenizer import Tokenizer
 from router.tool_calls import detect
 
 # For statuses to reach clients whose requests outlived the grace.

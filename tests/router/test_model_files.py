@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from common.model_files import ModelFiles, ModelFilesError
+from common.tokenizer import Tokenizer
 from router.chat_template import ChatTemplate
-from router.tokenizer import Tokenizer
 from tests.router.models import write_model
 
 

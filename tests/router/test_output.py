@@ -4,12 +4,12 @@ from typing import Any
 import pytest
 
 from common.model_files import ModelFiles
+from common.tokenizer import Tokenizer
 from pagoda.scheduler.v1.scheduler_pb2 import SequenceOutput
 from pagoda.v1.sampling_pb2 import PositionLogprobs, SamplingParams, TokenLogprob
 from router.generation import Generation
 from router.output import Output
 from router.replicas import Replicas
-from router.tokenizer import Tokenizer
 from router.validation import Request
 from tests.router.fake_scheduler import LENGTH, STOP
 from tests.router.models import byte_level_bpe

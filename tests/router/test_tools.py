@@ -9,11 +9,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from common.model_files import ModelFiles
+from common.tokenizer import Tokenizer as RouterTokenizer
 from pagoda.v1 import inference_pb2 as pb
 from router.chat_template import ChatTemplate
 from router.errors import RequestError
 from router.prompt import PromptEncoder
-from router.tokenizer import Tokenizer as RouterTokenizer
 from tests.router.conftest import Client, StartRouter
 from tests.router.fake_scheduler import STOP
 from tests.router.models import write_model

@@ -6,6 +6,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from common.model_files import ModelFiles
+from common.tokenizer import Tokenizer
 from pagoda.v1.inference_pb2 import (
     BeamSearch,
     Chat,
@@ -20,7 +21,6 @@ from pagoda.v1.sampling_pb2 import SamplingParams
 from router.chat_template import ChatTemplate
 from router.errors import RequestError
 from router.prompt import PromptEncoder
-from router.tokenizer import Tokenizer
 from router.validation import Limits, validate
 from tests.router.models import write_model
 

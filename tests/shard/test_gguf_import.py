@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from common.model_files import ModelFiles
-from router.tokenizer import Tokenizer as RouterTokenizer
+from common.tokenizer import Tokenizer as RouterTokenizer
 from shard.gguf_file import GgufFile
 from shard.gguf_import import cached_import, import_gguf
 from shard.model_config import ModelError, load_model_config

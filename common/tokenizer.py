@@ -7,8 +7,8 @@ from typing import Final, TypeVar
 
 import tokenizers
 
+from common.detokenizer import Detokenizer, TokenDecoder, UnsupportedDecoderError
 from common.model_files import ModelFiles, ModelFilesError
-from router.detokenizer import Detokenizer, TokenDecoder, UnsupportedDecoderError
 
 _THREADS: Final = 2
 

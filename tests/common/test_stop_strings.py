@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.stop_strings import StopMatcher
+from common.stop_strings import StopMatcher
 
 LETTERS = st.text(alphabet="ab🙂", max_size=24)
 STOPS = st.lists(st.text(alphabet="ab🙂", min_size=1, max_size=5), max_size=4)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
-from router.detokenizer import Detokenizer, TokenDecoder, UnsupportedDecoderError
+from common.detokenizer import Detokenizer, TokenDecoder, UnsupportedDecoderError
 from tests.router.models import byte_level_bpe, sentencepiece_bpe
 
 BYTE_LEVEL = byte_level_bpe()
