@@ -70,7 +70,7 @@ $(RUNTIME): $(LISTS)
 	@touch $@
 
 $(DEV): $(LISTS) | $(RUNTIME)
-	$(INSTALL) router shard launcher tracing build dev bench
+	$(INSTALL) router shard launcher tracing gateway build dev bench
 	@touch $@
 
 $(MODEL_PACKAGE): pyproject.toml | $(RUNTIME)

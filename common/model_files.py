@@ -34,6 +34,8 @@ class ModelFiles:
     chat_template: str | None
     # The file that `chat_template` came from.
     chat_template_file: Path
+    # config.json as it is.
+    config: Mapping[str, Any]
 
     @classmethod
     def read(cls, folder: Path) -> "ModelFiles":
@@ -58,6 +60,7 @@ class ModelFiles:
             _token_ids(eos, folder / eos_source),
             template,
             template_file,
+            config,
         )
 
 

@@ -72,18 +72,18 @@ def check_address(option: str, address: str) -> None:
         raise AddressError(f"{option} {error}") from error
 
 
-def bind(server: grpc.Server | grpc.aio.Server, address: str) -> int:
-    """Binds a server to its `--listen-address`, without TLS; returns the port (1 for a Unix socket).
+def bind(server: grpc.Server | grpc.aio.Server, address: str, option: str = "--listen-address") -> int:
+    """Binds a server to the address that `option` gave, without TLS; returns the port (1 for a Unix socket).
 
     Raises:
         AddressError: the address is malformed or taken; the message names the option.
     """
-    check_address("--listen-address", address)
+    check_address(option, address)
     try:
         return int(server.add_insecure_port(address))
     except RuntimeError as error:
         raise AddressError(
-            f"--listen-address {address}: can't be bound; it is in use or not an address of this host"
+            f"{option} {address}: can't be bound; it is in use or not an address of this host"
         ) from error
 
 

@@ -52,7 +52,7 @@ def child_specs(
     """The three processes, in the order in which they are to be stopped.
 
     `model` is what to serve: `folder` itself, or the GGUF file that it was made from. `addresses` holds the
-    addresses by option name, with real ports; that of the block map if it is wanted.
+    addresses by option name, with real ports; those of the block map and for a gateway if they are wanted.
     """
     scheduler, shard = f"unix:{sockets}/scheduler", f"unix:{sockets}/shard-0"
     own: dict[str, dict[str, object]] = {
@@ -70,6 +70,7 @@ def child_specs(
             "listen-address": scheduler,
             "shutdown-grace": config.shutdown_grace,
             **_given(config, SCHEDULER_OPTIONS),
+            **_for_gateway(addresses, folder, served_model_name),
         },
         "shard": {"model": model, "listen-address": shard, **_given(config, SHARD_OPTIONS)},
     }
@@ -90,6 +91,16 @@ def child_specs(
             )
         )
     return specs
+
+
+def _for_gateway(addresses: Mapping[str, str], folder: Path, served_model_name: str) -> dict[str, object]:
+    if "gateway-address" not in addresses:
+        return {}
+    return {
+        "gateway-address": addresses["gateway-address"],
+        "model": folder,
+        "served-model-name": served_model_name,
+    }
 
 
 def _flag(option: str, value: object) -> tuple[str, ...]:

@@ -28,6 +28,9 @@ class ServeConfig:
     block_map_address: str | None = option(
         "Where the block map is served as a web page, HOST:PORT; by default nowhere", default=None
     )
+    gateway_address: str | None = option(
+        "Where an SMG gateway connects to the scheduler, HOST:PORT; by default nowhere", default=None
+    )
     dtype: str | None = option(
         "Weights and computation", default=None, choices=("auto", "float32", "bfloat16", "float16")
     )

@@ -37,8 +37,9 @@ def main(argv: list[str]) -> int:
         "listen-address": config.listen_address,
         **{f"{name}-metrics-address": getattr(config, f"{name}_metrics_address") for name in METRICS},
     }
-    if config.block_map_address:
-        wanted["block-map-address"] = config.block_map_address
+    for name in ("block-map-address", "gateway-address"):
+        if address := getattr(config, name.replace("-", "_")):
+            wanted[name] = address
     addresses = preflight.claim_addresses(wanted)
     return asyncio.run(_serve(config, config_file, model, addresses))
 
@@ -118,7 +119,7 @@ def _welcome(name: str, addresses: Mapping[str, str], seconds: float) -> str:
     python = (
         os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
     )
-    block_map = addresses.get("block-map-address")
+    block_map, gateway = addresses.get("block-map-address"), addresses.get("gateway-address")
     to = "" if listen == ServeConfig.listen_address else f" --address {dialable(listen)}"
     return "\n".join(
         [
@@ -126,6 +127,7 @@ def _welcome(name: str, addresses: Mapping[str, str], seconds: float) -> str:
             f"  gRPC     {listen}",
             *(f"  metrics  http://{addresses[f'{one}-metrics-address']}/metrics  ({one})" for one in METRICS),
             *([f"  blocks   http://{dialable(block_map)}/"] if block_map else []),
+            *([f"  gateway  grpc://{dialable(gateway)}"] if gateway else []),
             "Ask it something from another terminal:",
             f'  {python} -m launcher chat{to} --prompt "Why is the sky blue?"',
             "Ctrl-C stops it.",

@@ -11,6 +11,15 @@ class SchedulerConfig:
 
     shard_addresses: tuple[str, ...] = option("Shards of this replica by rank, HOST:PORT or unix:PATH")
     listen_address: str = option("Where routers connect, HOST:PORT or unix:PATH", default="127.0.0.1:50052")
+    gateway_address: str | None = option(
+        "Where an SMG gateway connects, HOST:PORT; by default nowhere", default=None
+    )
+    model: str | None = option(
+        "Model folder, for a gateway alone: its tokenizer and eos ids are read", default=None
+    )
+    served_model_name: str | None = option(
+        "Model name that a gateway is told; by default the folder's name", default=None
+    )
     metrics_address: str = option("Where /metrics and the probes are served", default="127.0.0.1:9102")
     block_size: int = option(
         "Tokens in a block of K and V", default=16, unit="tokens", minimum=1, maximum=1024

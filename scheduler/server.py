@@ -5,13 +5,15 @@ import contextlib
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from common.config import load
+from common.config import ConfigError, load
 from common.lifecycle import calm_garbage_collector, exit_with_parent, stop_event
 from common.logs import setup
+from common.model_files import ModelFilesError
 from common.probes import Probes, serve_probes
 from common.rpc import (
     SERVER_OPTIONS,
@@ -31,6 +33,9 @@ from scheduler.service import SchedulerService
 from scheduler.shard_client import GrpcShardClient
 from scheduler.shard_group import ShardGroup
 
+if TYPE_CHECKING:
+    from scheduler.gateway.service import GatewayService
+
 log = logging.getLogger(__name__)
 SERVICE = "pagoda.scheduler.v1.SchedulerService"
 HEALTH_PERIOD_S = 0.2
@@ -41,6 +46,8 @@ async def serve(config: SchedulerConfig) -> None:
 
     Raises:
         AddressError: an address is wrong or taken.
+        ConfigError: a gateway is to be served, and something for it is missing.
+        ModelFilesError: the model folder for a gateway can't be read.
         FatalError: the shard and the configuration don't fit together.
         TracingError: traces can't be exported as configured.
     """
@@ -57,6 +64,7 @@ async def serve(config: SchedulerConfig) -> None:
     health = add_health_aio(server)
     add_reflection(server, [SERVICE])
     bind(server, config.listen_address)
+    gateway = _add_gateway(server, config, engine, probes)
     await server.start()
 
     stop = stop_event()
@@ -77,6 +85,8 @@ async def serve(config: SchedulerConfig) -> None:
     finally:
         # Streams end before the server does: its own stop would wait the whole grace for idle ones.
         service.close_streams()
+        if gateway:
+            gateway.close()
         for task in (running, stopping, following):
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError, FatalError):
@@ -85,6 +95,27 @@ async def serve(config: SchedulerConfig) -> None:
         await shard.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
+
+
+def _add_gateway(
+    server: grpc.aio.Server, config: SchedulerConfig, engine: Engine, probes: Probes
+) -> "GatewayService | None":
+    """Serves an SMG gateway too, on an address of its own, if one is wanted."""
+    if config.gateway_address is None:
+        return None
+    if config.model is None:
+        raise ConfigError("--gateway-address needs --model: a gateway asks for the model's tokenizer")
+    try:
+        from scheduler.gateway.model import ServedModel
+        from scheduler.gateway.service import GatewayService
+    except ModuleNotFoundError as error:
+        message = f"--gateway-address needs the Python package {error.name}: pip install '.[gateway]'"
+        raise ConfigError(message) from error
+    model = ServedModel.read(Path(config.model), config.served_model_name)
+    gateway = GatewayService(engine, probes, model)
+    server.add_generic_rpc_handlers((gateway.rpc_handler(),))
+    bind(server, config.gateway_address, "--gateway-address")
+    return gateway
 
 
 async def _follow(probes: Probes, health: Any) -> None:
@@ -112,6 +143,6 @@ def main() -> None:
         _check_shard_addresses(config.shard_addresses)
         calm_garbage_collector()
         asyncio.run(serve(config))
-    except (AddressError, FatalError, TracingError) as error:
+    except (AddressError, ConfigError, FatalError, ModelFilesError, TracingError) as error:
         print(f"python -m scheduler: {error}", file=sys.stderr)
         sys.exit(2)

@@ -116,8 +116,8 @@ def test_a_port_is_bound_once() -> None:
     servers = [grpc.server(futures.ThreadPoolExecutor(1), options=SERVER_OPTIONS) for _ in range(2)]
     port = bind(servers[0], "127.0.0.1:0")
 
-    with pytest.raises(AddressError, match=f"127.0.0.1:{port}: can't be bound"):
-        bind(servers[1], f"127.0.0.1:{port}")
+    with pytest.raises(AddressError, match=f"--option 127.0.0.1:{port}: can't be bound"):
+        bind(servers[1], f"127.0.0.1:{port}", "--option")
 
 
 def test_a_unix_socket_is_bound(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from tests.docs.pages import PAGES, ROOT, anchors, blocks, prose
 CODE = ("common", "kernels", "launcher", "router", "scheduler", "shard")
 # Of pip's, npm's and protoc's programs, and of every one of ours.
 OTHER_FLAGS = {"--config", "--help", "--prefix", "--python_out", "--grpc_python_out"}
+# Of the SMG gateway.
+OTHER_FLAGS |= {"--host", "--port", "--prometheus-host", "--worker-urls"}
 # Of the benchmarks.
 OTHER_FLAGS |= {"--only", "--output", "--peers", "--quantized-flags", "--quick", "--rounds", "--shapes"}
 

@@ -124,6 +124,23 @@ def test_a_bad_flag_is_named_with_its_limit(
     assert_refused(start(process, *flags), *texts)
 
 
+def test_a_gateway_s_address_needs_a_model_folder(tmp_path: Path) -> None:
+    flags = ("--shard-addresses=127.0.0.1:1", *FREE, "--gateway-address=127.0.0.1:0")
+
+    assert_refused(start("scheduler", *flags), "--gateway-address needs --model")
+    assert_refused(start("scheduler", *flags, f"--model={tmp_path}"), "config.json: no such file")
+
+
+def test_a_gateway_s_address_needs_its_protocol(tiny_model_folder: Path) -> None:
+    without = "import sys; sys.modules['smg_grpc_proto'] = None; from scheduler.server import main; main()"
+    flags = ("--shard-addresses=127.0.0.1:1", *FREE, "--gateway-address=127.0.0.1:0")
+    command = [sys.executable, "-c", without, *flags, f"--model={tiny_model_folder}"]
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    assert_refused(done, "--gateway-address needs the Python package smg_grpc_proto: pip install")
+
+
 def test_a_scheduler_says_that_it_waits_for_its_shard() -> None:
     command = [sys.executable, "-m", "scheduler", "--shard-addresses=127.0.0.1:1", *FREE]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:

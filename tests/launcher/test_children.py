@@ -95,6 +95,16 @@ def test_logs_and_traces_are_passed_on() -> None:
     assert traced == {"router", "scheduler"}
 
 
+def test_the_scheduler_is_told_what_a_gateway_asks_for() -> None:
+    addresses = {**ADDRESSES, "gateway-address": "127.0.0.1:5"}
+    _, scheduler, _ = child_specs(ServeConfig(), addresses, MODEL, FOLDER, "name", Path("/sockets"), None)
+
+    given = flags(scheduler)
+    assert (given["--gateway-address"], given["--served-model-name"]) == ("127.0.0.1:5", "name")
+    assert given["--model"] == str(FOLDER)
+    assert "--model" not in specs(ServeConfig())["scheduler"].argv
+
+
 def test_what_is_not_given_is_left_to_the_process() -> None:
     made = specs(ServeConfig())
 
