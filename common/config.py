@@ -129,7 +129,7 @@ def _default(value: object) -> str:
     return f"Default: {','.join(map(str, value)) if isinstance(value, tuple) else value}."
 
 
-class _Loader(yaml.SafeLoader):
+class StrictLoader(yaml.SafeLoader):
     """Refuses a key that stands twice in one mapping, where the safe loader silently takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -147,7 +147,7 @@ class _Loader(yaml.SafeLoader):
 
 def _yaml_section(path: Path, service: str, cls: type[Any]) -> dict[str, Any]:
     try:
-        document = yaml.load(path.read_text(), _Loader)  # noqa: S506
+        document = yaml.load(path.read_text(), StrictLoader)  # noqa: S506
     except ConfigError as error:
         raise ConfigError(f"--config {path}: {error}") from error
     except OSError as error:

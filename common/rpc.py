@@ -1,5 +1,7 @@
-"""gRPC settings that every process shares: limits, binding, health and reflection."""
+"""gRPC settings that every process shares: limits, binding, channels, health and reflection."""
 
+import ipaddress
+import logging
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -7,8 +9,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from common.tls import ClientTls, ServerTls
+
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 MIN_PING_INTERVAL_MS: Final = 5_000
+HEALTH_SERVICE_NAME: Final[str] = health.SERVICE_NAME
 
 SERVER_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -38,6 +43,8 @@ CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
     # Processes of one machine must not share a broken connection through the global pool.
     ("grpc.use_local_subchannel_pool", 1),
 ]
+
+_log = logging.getLogger(__name__)
 
 
 class AddressError(ValueError):
@@ -72,19 +79,83 @@ def check_address(option: str, address: str) -> None:
         raise AddressError(f"{option} {error}") from error
 
 
-def bind(server: grpc.Server | grpc.aio.Server, address: str, option: str = "--listen-address") -> int:
-    """Binds a server to the address that `option` gave, without TLS; returns the port (1 for a Unix socket).
+def is_local(address: str) -> bool:
+    """Whether nothing but this machine is behind `HOST:PORT` or `unix:PATH`: a Unix socket, or loopback."""
+    if address.startswith("unix:"):
+        return True
+    host, _ = split_host_port(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_exposure(option: str, address: str, missing: str, insecure: bool) -> None:
+    """Refuses an address beyond this machine while options are `missing` that protect it; none if empty.
+
+    With `insecure`, it only warns.
+
+    Raises:
+        AddressError: it is such an address, or none; the message names the option and what is missing.
+    """
+    check_address(option, address)
+    if not missing or is_local(address):
+        return
+    if not insecure:
+        raise AddressError(
+            f"{option} {address}: beyond this machine it takes {missing}, "
+            "or --insecure if you trust everybody on the way"
+        )
+    _log.warning("%s %s is beyond this machine, without %s", option, address, missing)
+
+
+def check_listener(
+    address: str, tls: ServerTls | None, insecure: bool, option: str = "--listen-address"
+) -> None:
+    """Refuses an address beyond this machine, which `option` gave, whose clients prove nothing.
+
+    Raises:
+        AddressError: as `check_exposure`.
+    """
+    mutual = tls is not None and tls.requires_clients
+    missing = "" if mutual else "--tls-cert-file, --tls-key-file and --tls-client-ca-file"
+    check_exposure(option, address, missing, insecure)
+
+
+def bind(
+    server: grpc.Server | grpc.aio.Server,
+    address: str,
+    tls: ServerTls | None = None,
+    option: str = "--listen-address",
+) -> int:
+    """Binds a server to the address that `option` gave; returns the port (1 for a Unix socket).
 
     Raises:
         AddressError: the address is malformed or taken; the message names the option.
     """
     check_address(option, address)
     try:
-        return int(server.add_insecure_port(address))
+        if tls is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, tls.credentials()))
     except RuntimeError as error:
         raise AddressError(
             f"{option} {address}: can't be bound; it is in use or not an address of this host"
         ) from error
+
+
+def channel(address: str, tls: ClientTls | None = None) -> grpc.Channel:
+    """A channel to a server at `HOST:PORT` or `unix:PATH`."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, tls.credentials(), options=[*CHANNEL_OPTIONS, *tls.options])
+
+
+def aio_channel(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel:
+    """The same, for asyncio."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, tls.credentials(), options=[*CHANNEL_OPTIONS, *tls.options])
 
 
 def add_health(server: grpc.Server) -> health.HealthServicer:
@@ -103,7 +174,7 @@ def add_health_aio(server: grpc.aio.Server) -> Any:
 
 def add_reflection(server: grpc.Server | grpc.aio.Server, services: Sequence[str]) -> None:
     """Adds the standard reflection service, which names `services`, health and itself."""
-    names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    names = (*services, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
 
 

@@ -18,7 +18,8 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 import grpc
 
 from common.http import serve_http
-from common.rpc import CHANNEL_OPTIONS, AddressError, split_host_port
+from common.rpc import AddressError, channel, split_host_port
+from common.tls import ClientTls
 from pagoda.scheduler.v1.scheduler_pb2 import GetBlockMapRequest, GetBlockMapResponse, SequenceState
 from pagoda.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
 
@@ -56,8 +57,10 @@ class _HTTPError(Exception):
 class _Scheduler:
     """The latest map of one scheduler, asked for when it is wanted."""
 
-    def __init__(self, address: str) -> None:
-        self._stub = SchedulerServiceStub(grpc.insecure_channel(address, options=CHANNEL_OPTIONS))
+    def __init__(self, address: str, tls: ClientTls | None) -> None:
+        self._address = address
+        self._tls = tls
+        self._channel = channel(address, tls)
         self._lock = threading.Lock()
         self._asked_at = -MAX_AGE_S
         self._answer: bytes | tuple[HTTPStatus, str] = b""
@@ -78,8 +81,12 @@ class _Scheduler:
 
     def _ask(self) -> bytes | tuple[HTTPStatus, str]:
         try:
-            return _json(to_dict(self._stub.GetBlockMap(GetBlockMapRequest(), timeout=RPC_TIMEOUT_S)))
+            stub = SchedulerServiceStub(self._channel)
+            return _json(to_dict(stub.GetBlockMap(GetBlockMapRequest(), timeout=RPC_TIMEOUT_S)))
         except grpc.RpcError as error:
+            # Certificates may have been renewed since it was made.
+            self._channel.close()
+            self._channel = channel(self._address, self._tls)
             status = {
                 grpc.StatusCode.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
                 grpc.StatusCode.DEADLINE_EXCEEDED: HTTPStatus.GATEWAY_TIMEOUT,
@@ -116,11 +123,11 @@ def to_dict(block_map: GetBlockMapResponse) -> dict[str, Any]:
 class _App:
     """The WSGI application."""
 
-    def __init__(self, host: str, scheduler_addresses: Sequence[str]) -> None:
+    def __init__(self, host: str, scheduler_addresses: Sequence[str], tls: ClientTls | None) -> None:
         self._host = host
         self._addresses = list(scheduler_addresses)
         # By the number that a request may give.
-        self._schedulers = {str(i): _Scheduler(address) for i, address in enumerate(scheduler_addresses)}
+        self._schedulers = {str(i): _Scheduler(address, tls) for i, address in enumerate(scheduler_addresses)}
         # By exact path, read once: no request's path ever reaches the file system.
         self._files = {
             f"/{file.name}": (_CONTENT_TYPES[file.suffix], file.read_bytes()) for file in _STATIC.iterdir()
@@ -179,11 +186,11 @@ def _json(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def serve_block_map(address: str, scheduler_addresses: Sequence[str]) -> int:
+def serve_block_map(address: str, scheduler_addresses: Sequence[str], tls: ClientTls | None = None) -> int:
     """Serves the page on `--block-map-address` from daemon threads; returns the bound port.
 
     Raises:
         AddressError: the address is malformed or taken; the message names the option.
     """
     host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
-    return serve_http("--block-map-address", address, _App(host, scheduler_addresses))
+    return serve_http("--block-map-address", address, _App(host, scheduler_addresses, tls))

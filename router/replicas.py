@@ -5,6 +5,7 @@ import itertools
 import uuid
 from collections.abc import Callable, Collection, Sequence
 
+from common.tls import ClientTls
 from pagoda.scheduler.v1.scheduler_pb2 import Welcome
 from router.errors import unavailable
 from router.scheduler_link import Connection, SchedulerLink
@@ -22,10 +23,15 @@ class Replicas:
         closed: No connection will come any more.
     """
 
-    def __init__(self, addresses: Sequence[str], on_change: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        on_change: Callable[[], None] = lambda: None,
+        tls: ClientTls | None = None,
+    ) -> None:
         """`start` connects; `on_change` is called when a connection comes, drains or goes."""
         router_id = uuid.uuid4().hex
-        self._links = [SchedulerLink(address, router_id, self._notify) for address in addresses]
+        self._links = [SchedulerLink(address, tls, router_id, self._notify) for address in addresses]
         self.closed = False
         self._tasks: list[asyncio.Task[None]] = []
         self._on_change = on_change

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import grpc
 
-from common.rpc import CHANNEL_OPTIONS
+from common.rpc import aio_channel
+from common.tls import ClientTls
 from common.version import PROTOCOL_VERSION
 from pagoda.scheduler.v1.scheduler_pb2 import (
     Abort,
@@ -178,10 +179,13 @@ class SchedulerLink:
         connection: The stream, from its Welcome to its end.
     """
 
-    def __init__(self, address: str, router_id: str, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, address: str, tls: ClientTls | None, router_id: str, on_change: Callable[[], None]
+    ) -> None:
         """`run` connects; `on_change` is called when the connection comes, drains or goes."""
         self.connection: Connection | None = None
         self._address = address
+        self._tls = tls
         self._hello = Hello(protocol_version=PROTOCOL_VERSION, router_id=router_id)
         self._on_change = on_change
         self._backoff_s = BACKOFF_MIN_S
@@ -190,25 +194,26 @@ class SchedulerLink:
 
     async def run(self) -> None:
         """Connects, and reconnects with backoff, until cancelled."""
-        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
-            while True:
-                try:
+        while True:
+            try:
+                # A channel for each stream: a certificate may have been renewed since the last one.
+                async with aio_channel(self._address, self._tls) as channel:
                     await self._serve(SchedulerServiceStub(channel))
-                    problem = "it closed the stream"
-                except grpc.aio.AioRpcError as error:
-                    problem = f"{error.code().name}: {error.details()}"
-                except ProtocolError as error:
-                    problem = str(error)
-                except Exception:
-                    # Ours to mend, but a router without its schedulers would serve nobody.
-                    _log.exception("scheduler %s: a message broke the stream", self._address)
-                    problem = "internal error"
-                if problem != self._problem:
-                    _log.warning("scheduler %s: %s; trying again", self._address, problem)
-                    self._problem = problem
-                await asyncio.sleep(self._backoff_s)
-                self._backoff_s = min(2 * self._backoff_s, BACKOFF_MAX_S)
-                metrics.RECONNECTS.labels(self._address).inc()
+                problem = "it closed the stream"
+            except grpc.aio.AioRpcError as error:
+                problem = f"{error.code().name}: {error.details()}"
+            except ProtocolError as error:
+                problem = str(error)
+            except Exception:
+                # Ours to mend, but a router without its schedulers would serve nobody.
+                _log.exception("scheduler %s: a message broke the stream", self._address)
+                problem = "internal error"
+            if problem != self._problem:
+                _log.warning("scheduler %s: %s; trying again", self._address, problem)
+                self._problem = problem
+            await asyncio.sleep(self._backoff_s)
+            self._backoff_s = min(2 * self._backoff_s, BACKOFF_MAX_S)
+            metrics.RECONNECTS.labels(self._address).inc()
 
     async def _serve(self, stub: "SchedulerServiceAsyncStub") -> None:
         connection = Connection(self._hello)

@@ -1,6 +1,7 @@
 """What a scheduler process is told at start."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.config import option
 
@@ -71,6 +72,24 @@ class SchedulerConfig:
     )
     shutdown_grace: float = option(
         "How long running requests may go on after SIGTERM", default=30.0, unit="seconds", minimum=0
+    )
+    tls_cert_file: Path | None = option(
+        "PEM certificate chain to show to routers; serves with TLS", default=None
+    )
+    tls_key_file: Path | None = option("Its PEM key, not encrypted", default=None)
+    tls_client_ca_file: Path | None = option(
+        "PEM certificates of the CA that routers must have a certificate of", default=None
+    )
+    shard_tls_ca_file: Path | None = option(
+        "PEM certificates of the CA of the shards; connects with TLS", default=None
+    )
+    shard_tls_cert_file: Path | None = option("PEM certificate chain to show to the shards", default=None)
+    shard_tls_key_file: Path | None = option("Its PEM key, not encrypted", default=None)
+    shard_tls_server_name: str | None = option(
+        "Name in the certificate of the shards, where it isn't the host of the address", default=None
+    )
+    insecure: bool = option(
+        "Allow addresses beyond this machine without TLS and client certificates", default=False
     )
     log_level: str = option("Log level", default="info", choices=("debug", "info", "warning", "error"))
     log_format: str = option("How log lines look", default="text", choices=("text", "json"))

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +20,11 @@ from common.rpc import (
     add_health_aio,
     add_reflection,
     bind,
-    check_address,
+    check_exposure,
+    check_listener,
     health_status,
 )
+from common.tls import ClientTls, ServerTls, client_tls, server_tls
 from common.tracing import TracingError, start_tracing
 from pagoda.scheduler.v1 import scheduler_pb2_grpc
 from scheduler import metrics
@@ -45,16 +46,25 @@ async def serve(config: SchedulerConfig) -> None:
     """Serves until SIGTERM, then drains.
 
     Raises:
-        AddressError: an address is wrong or taken.
-        ConfigError: a gateway is to be served, and something for it is missing.
+        AddressError: an address is wrong or taken, or open to other machines without TLS.
+        ConfigError: the files for TLS can't be used, or something for a gateway is missing.
         ModelFilesError: the model folder for a gateway can't be read.
         FatalError: the shard and the configuration don't fit together.
         TracingError: traces can't be exported as configured.
     """
+    tls = server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
+    shard_tls = client_tls(
+        "shard-tls",
+        config.shard_tls_ca_file,
+        config.shard_tls_cert_file,
+        config.shard_tls_key_file,
+        config.shard_tls_server_name,
+    )
+    _check_addresses(config, tls, shard_tls)
     probes = Probes()
     serve_probes(config.metrics_address, probes)
     ranks = config.shard_addresses
-    shard = GrpcShardClient(ranks[0]) if len(ranks) == 1 else ShardGroup(ranks)
+    shard = GrpcShardClient(ranks[0], shard_tls) if len(ranks) == 1 else ShardGroup(ranks, shard_tls)
     tracer = start_tracing("scheduler", config.otlp_endpoint)
     engine = Engine(config, shard, probes, tracer)
     metrics.watch(lambda: engine.scheduler)
@@ -63,8 +73,8 @@ async def serve(config: SchedulerConfig) -> None:
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(service, server)
     health = add_health_aio(server)
     add_reflection(server, [SERVICE])
-    bind(server, config.listen_address)
-    gateway = _add_gateway(server, config, engine, probes)
+    bind(server, config.listen_address, tls)
+    gateway = _add_gateway(server, config, engine, probes, tls)
     await server.start()
 
     stop = stop_event()
@@ -98,7 +108,7 @@ async def serve(config: SchedulerConfig) -> None:
 
 
 def _add_gateway(
-    server: grpc.aio.Server, config: SchedulerConfig, engine: Engine, probes: Probes
+    server: grpc.aio.Server, config: SchedulerConfig, engine: Engine, probes: Probes, tls: ServerTls | None
 ) -> "GatewayService | None":
     """Serves an SMG gateway too, on an address of its own, if one is wanted."""
     if config.gateway_address is None:
@@ -114,7 +124,7 @@ def _add_gateway(
     model = ServedModel.read(Path(config.model), config.served_model_name)
     gateway = GatewayService(engine, probes, model)
     server.add_generic_rpc_handlers((gateway.rpc_handler(),))
-    bind(server, config.gateway_address, "--gateway-address")
+    bind(server, config.gateway_address, tls, "--gateway-address")
     return gateway
 
 
@@ -126,11 +136,15 @@ async def _follow(probes: Probes, health: Any) -> None:
         await asyncio.sleep(HEALTH_PERIOD_S)
 
 
-def _check_shard_addresses(addresses: Sequence[str]) -> None:
-    if not addresses:
+def _check_addresses(config: SchedulerConfig, tls: ServerTls | None, shard_tls: ClientTls | None) -> None:
+    if not config.shard_addresses:
         raise AddressError("--shard-addresses: give at least one")
-    for address in addresses:
-        check_address("--shard-addresses", address)
+    missing = "" if shard_tls else "--shard-tls-ca-file"
+    for address in config.shard_addresses:
+        check_exposure("--shard-addresses", address, missing, config.insecure)
+    check_listener(config.listen_address, tls, config.insecure)
+    if config.gateway_address:
+        check_listener(config.gateway_address, tls, config.insecure, "--gateway-address")
 
 
 def main() -> None:
@@ -140,7 +154,6 @@ def main() -> None:
     if config.exit_with_parent:
         exit_with_parent()
     try:
-        _check_shard_addresses(config.shard_addresses)
         calm_garbage_collector()
         asyncio.run(serve(config))
     except (AddressError, ConfigError, FatalError, ModelFilesError, TracingError) as error:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import grpc
 
-from common.rpc import CHANNEL_OPTIONS
+from common.rpc import aio_channel
+from common.tls import ClientTls
 from pagoda.shard.v1.shard_pb2 import (
     ConfigureRequest,
     ConfigureResponse,
@@ -98,8 +99,13 @@ class GrpcStepStream:
 class GrpcShardClient:
     """A shard at an address."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    def __init__(self, address: str, tls: ClientTls | None = None) -> None:
+        self._address = address
+        self._tls = tls
+        self._connect()
+
+    def _connect(self) -> None:
+        self._channel = aio_channel(self._address, self._tls)
         self._stub: ShardServiceAsyncStub = ShardServiceStub(self._channel)
 
     async def describe(self) -> DescribeResponse:
@@ -107,6 +113,9 @@ class GrpcShardClient:
         try:
             return await self._stub.Describe(DescribeRequest(), timeout=5)
         except grpc.RpcError as error:
+            # Certificates may have been renewed since the channel was made.
+            await self.close()
+            self._connect()
             raise ShardError(_describe(error)) from error
 
     async def configure(self, request: ConfigureRequest) -> ConfigureResponse:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
+from common.tls import ClientTls
 from pagoda.shard.v1.shard_pb2 import (
     ConfigureRequest,
     ConfigureResponse,
@@ -59,9 +60,9 @@ class GroupStepStream:
 class ShardGroup:
     """The ranks, in their order."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str], tls: ClientTls | None = None) -> None:
         self._addresses = addresses
-        self._ranks = [GrpcShardClient(address) for address in addresses]
+        self._ranks = [GrpcShardClient(address, tls) for address in addresses]
 
     async def describe(self) -> DescribeResponse:
         """What the group holds: as much as the rank with the least memory.

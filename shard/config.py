@@ -61,6 +61,16 @@ class ShardConfig:
     shutdown_grace: float = option(
         "How long to stay for the scheduler after SIGTERM", default=60.0, unit="seconds", minimum=0
     )
+    tls_cert_file: Path | None = option(
+        "PEM certificate chain to show to the scheduler; serves with TLS", default=None
+    )
+    tls_key_file: Path | None = option("Its PEM key, not encrypted", default=None)
+    tls_client_ca_file: Path | None = option(
+        "PEM certificates of the CA that the scheduler must have a certificate of", default=None
+    )
+    insecure: bool = option(
+        "Allow an address beyond this machine without TLS and client certificates", default=False
+    )
     log_level: str = option("Log level", default="info", choices=("debug", "info", "warning", "error"))
     log_format: str = option("How log lines look", default="text", choices=("text", "json"))
     exit_with_parent: bool = option("Exit when standard input closes", default=False)

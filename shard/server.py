@@ -14,12 +14,21 @@ import grpc
 import torch
 
 import kernels
-from common.config import load
+from common.config import ConfigError, load
 from common.lifecycle import exit_with_parent
 from common.logs import setup
 from common.paths import cache_root
 from common.probes import Probes, serve_probes
-from common.rpc import SERVER_OPTIONS, AddressError, add_health, add_reflection, bind, health_status
+from common.rpc import (
+    SERVER_OPTIONS,
+    AddressError,
+    add_health,
+    add_reflection,
+    bind,
+    check_listener,
+    health_status,
+)
+from common.tls import server_tls
 from common.version import PROTOCOL_VERSION
 from pagoda.shard.v1 import shard_pb2_grpc
 from pagoda.shard.v1.shard_pb2 import DescribeResponse
@@ -134,9 +143,12 @@ def serve(config: ShardConfig) -> None:
     requests that the scheduler is still draining.
 
     Raises:
-        AddressError: an address is wrong or taken.
+        AddressError: an address is wrong or taken, or open to other machines without TLS.
+        ConfigError: the files for TLS can't be used.
         ModelError: the model can't be served.
     """
+    tls = server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
+    check_listener(config.listen_address, tls, config.insecure)
     stop_asked = threading.Event()
 
     def ask(_signal: int, _frame: FrameType | None) -> None:
@@ -152,7 +164,7 @@ def serve(config: ShardConfig) -> None:
     shard_pb2_grpc.add_ShardServiceServicer_to_server(service, server)
     health = add_health(server)
     add_reflection(server, [SERVICE])
-    bind(server, config.listen_address)
+    bind(server, config.listen_address, tls)
     _set_serving(health, False)
     server.start()
 
@@ -185,7 +197,7 @@ def main() -> None:
         exit_with_parent()
     try:
         serve(config)
-    except (AddressError, ModelError) as error:
+    except (AddressError, ConfigError, ModelError) as error:
         print(f"python -m shard: {error}", file=sys.stderr)
         sys.stderr.flush()
         # Past gRPC's and torch's threads, which a plain exit would wait for.

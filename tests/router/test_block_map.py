@@ -274,7 +274,8 @@ def test_a_port_in_use_is_one_line_and_status_2(model_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         free = ["--listen-address=127.0.0.1:0", "--metrics-address=127.0.0.1:0"]
-        command = [sys.executable, "-m", "router", f"--model={model_folder}", "--scheduler-addresses=a:1"]
+        scheduler = "--scheduler-addresses=127.0.0.1:1"
+        command = [sys.executable, "-m", "router", f"--model={model_folder}", scheduler]
         done = subprocess.run(
             [*command, *free, f"--block-map-address={address}"], capture_output=True, text=True, timeout=30
         )

@@ -1,0 +1,81 @@
+"""Files that are read anew when they change, such as certificates and keys that somebody rotates."""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, Generic, TypeVar
+
+from common.config import ConfigError
+
+# Certificates, keys and lists of keys are far smaller.
+MAX_FILE_BYTES: Final = 1024 * 1024
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+def read_file(option: str, path: Path) -> bytes:
+    """The content of a file that `option` named.
+
+    Raises:
+        ConfigError: it can't be read, is empty or too large; the message names the option.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror}") from error
+    if not content:
+        raise ConfigError(f"{option} {path}: is empty")
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{option} {path}: more than {MAX_FILE_BYTES} bytes")
+    return content
+
+
+class Reloading(Generic[T]):
+    """What `read` makes of files, made anew when they have changed. Thread-safe.
+
+    Attributes:
+        stale: The files are broken now, and what they held before is still in use.
+    """
+
+    def __init__(self, paths: Sequence[Path], read: Callable[[], T]) -> None:
+        """`read` raises ConfigError on what it can't use, and so does this."""
+        self.stale = False
+        self._paths = paths
+        self._read = read
+        self._lock = threading.Lock()
+        # Before reading: a change during it is another stamp the next time.
+        self._stamp = self._stamps()
+        self._value = read()
+
+    def current(self) -> T:
+        """As the files are, or as they last were in order; a change that breaks them is logged once."""
+        with self._lock:
+            stamp = self._stamps()
+            if stamp != self._stamp:
+                self._stamp = stamp
+                names = ", ".join(map(str, self._paths))
+                try:
+                    self._value = self._read()
+                    self.stale = False
+                    _log.info("read anew: %s", names)
+                except ConfigError as error:
+                    self.stale = True
+                    _log.error("%s; what was read before stays in use", error)
+            return self._value
+
+    def _stamps(self) -> list[tuple[int, ...]]:
+        return [_stamp(path) for path in self._paths]
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Another one whenever the file or the link to it is another, or was written."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
