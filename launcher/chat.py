@@ -9,7 +9,9 @@ import grpc
 from rich.console import Console
 
 from common import config as configuration
-from common.rpc import CHANNEL_OPTIONS, AddressError, split_host_port
+from common.config import ConfigError
+from common.rpc import AddressError, channel, split_host_port
+from common.tls import client_tls
 from launcher.config import ChatConfig
 from launcher.conversation import Conversation, DoesNotFitError
 from pagoda.v1 import inference_pb2 as pb
@@ -34,11 +36,15 @@ def main(argv: list[str]) -> int:
     """Chats until the user leaves, or answers one prompt; returns the exit status."""
     config = configuration.load(ChatConfig, "chat", argv, prog="python -m launcher chat")
     try:
-        with grpc.insecure_channel(config.address, options=CHANNEL_OPTIONS) as channel:
-            chat = Chat(config, channel)
+        tls = client_tls("tls", config.tls_ca_file, config.tls_cert_file, config.tls_key_file)
+        with channel(config.address, tls) as connection:
+            chat = Chat(config, connection)
             return chat.once(config.prompt) if config.prompt is not None else chat.converse()
     except AddressError as error:
         print(f"python -m launcher chat: --address: {error}", file=sys.stderr)
+        return 2
+    except ConfigError as error:
+        print(f"python -m launcher chat: {error}", file=sys.stderr)
         return 2
     except ChatError as error:
         print(f"python -m launcher chat: {error}", file=sys.stderr)
@@ -57,6 +63,8 @@ class Chat:
         # Notes go to standard error, so that a pipe gets the answers alone.
         self._notes = Console(stderr=True, highlight=False, soft_wrap=True)
         self._stub = InferenceServiceStub(channel)
+        key = config.api_key
+        self._metadata = () if key is None else (("authorization", f"Bearer {key}"),)
         try:
             # At once, where gRPC would try again for a while.
             socket.create_connection(split_host_port(config.address), CONNECT_TIMEOUT_S).close()
@@ -65,7 +73,9 @@ class Chat:
                 f"no server at {config.address}: start one with `make serve`, or name another with --address"
             ) from None
         with _errors_as_lines():
-            self._model = self._stub.GetModel(pb.GetModelRequest(), timeout=CALL_TIMEOUT_S)
+            self._model = self._stub.GetModel(
+                pb.GetModelRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata
+            )
         if not self._model.chat:
             raise ChatError(f"{self._model.name} has no chat template; examples/ send it plain text")
         self._conversation = Conversation(config.system)
@@ -139,7 +149,8 @@ class Chat:
         def count(messages: list[pb.ChatMessage]) -> int:
             request = pb.TokenizeRequest(chat=pb.Chat(messages=messages))
             with _errors_as_lines():
-                return len(self._stub.Tokenize(request, timeout=CALL_TIMEOUT_S).token_ids)
+                response = self._stub.Tokenize(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+                return len(response.token_ids)
 
         try:
             forgotten = self._conversation.trim(count, self._model.max_model_len, self._config.max_tokens)
@@ -160,7 +171,7 @@ class Chat:
             )
         )
         with _errors_as_lines():
-            call = self._stub.GenerateStream(request)
+            call = self._stub.GenerateStream(request, metadata=self._metadata)
             try:
                 for response in call:
                     if response.WhichOneof("event") == "delta" and response.delta.text:
@@ -185,6 +196,8 @@ def _explain(code: grpc.StatusCode, details: str) -> str:
         return f"the server went away or has no model process ready; ask again in a moment ({details})"
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return f"the server is busy; ask again in a moment ({details})"
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return f"give a key of this server in PAGODA_CHAT_API_KEY ({details})"
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return f"what answers there is not Pagoda, or an older one ({details})"
     return f"{code.name}: {details}"

@@ -14,11 +14,22 @@ CLOSING_S = 5.0
 
 # Options that go to a process as they are; None leaves them to its environment, YAML section or default.
 SHARED_OPTIONS = ("log_format",)
-ROUTER_OPTIONS = ("log_requests", "otlp_endpoint", "tool_call_parser", "trace_sample_ratio")
+ROUTER_OPTIONS = (
+    "api_keys_file",
+    "insecure",
+    "log_requests",
+    "otlp_endpoint",
+    "tls_cert_file",
+    "tls_client_ca_file",
+    "tls_key_file",
+    "tool_call_parser",
+    "trace_sample_ratio",
+)
 SHARD_OPTIONS = ("dtype", "device", "kv_cache_memory_bytes", "enforce_eager")
 SCHEDULER_OPTIONS = (
     "block_size",
     "enable_prefix_caching",
+    "insecure",
     "max_model_len",
     "max_num_batched_tokens",
     "max_num_seqs",
@@ -111,7 +122,12 @@ def _flag(option: str, value: object) -> tuple[str, ...]:
 
 def _given(config: ServeConfig, options: tuple[str, ...]) -> dict[str, object]:
     values = {name.replace("_", "-"): getattr(config, name) for name in options}
-    return {name: value for name, value in values.items() if value is not None}
+    # Paths are the user's, and the processes start in another folder.
+    return {
+        name: value.expanduser().resolve() if isinstance(value, Path) else value
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 def _environ(name: str) -> dict[str, str]:

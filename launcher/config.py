@@ -1,6 +1,7 @@
 """What the launcher's two commands are told. An option left out is left to the process that it is for."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.config import option
 
@@ -75,6 +76,20 @@ class ServeConfig:
         default=None,
         choices=("auto", "hermes", "llama3_json", "mistral"),
     )
+    tls_cert_file: Path | None = option(
+        "PEM certificate chain to show to clients; serves with TLS", default=None
+    )
+    tls_key_file: Path | None = option("Its PEM key, not encrypted", default=None)
+    tls_client_ca_file: Path | None = option(
+        "PEM certificates of the CA that clients must have a certificate of", default=None
+    )
+    api_keys_file: Path | None = option(
+        "YAML list of API keys, of which each call must carry one; by default none is asked for", default=None
+    )
+    insecure: bool | None = option(
+        "Allow a listen address beyond this machine without TLS, or without API keys and client certificates",
+        default=None,
+    )
     shutdown_grace: float = option(
         "How long running requests may go on after Ctrl-C or SIGTERM", default=30.0, unit="seconds", minimum=0
     )
@@ -111,4 +126,11 @@ class ChatConfig:
     )
     temperature: float = option(
         "Randomness; 0 always takes the likeliest token", default=0.5, minimum=0, maximum=100
+    )
+    tls_ca_file: Path | None = option("PEM certificates of the server's CA; connects with TLS", default=None)
+    tls_cert_file: Path | None = option("PEM certificate chain to show to the server", default=None)
+    tls_key_file: Path | None = option("Its PEM key, not encrypted", default=None)
+    api_key: str | None = option(
+        "Key to call with; better in PAGODA_CHAT_API_KEY, as others on this machine see command lines",
+        default=None,
     )

@@ -4,6 +4,7 @@ import asyncio
 import sys
 
 from common import config, lifecycle, logs
+from common.config import ConfigError
 from common.model_files import ModelFilesError
 from common.rpc import AddressError
 from common.tracing import TracingError
@@ -19,7 +20,7 @@ def main() -> int:
         lifecycle.exit_with_parent()
     try:
         asyncio.run(run(settings))
-    except (AddressError, ModelFilesError, TracingError) as error:
+    except (AddressError, ConfigError, ModelFilesError, TracingError) as error:
         sys.stderr.write(f"python -m router: {error}\n")
         return 2
     return 0

@@ -1,6 +1,7 @@
 """What a router process is told at start."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.config import option
 from router.tool_calls import FORMATS
@@ -68,6 +69,30 @@ class RouterConfig:
         default=0.0,
         unit="seconds",
         minimum=0,
+    )
+    tls_cert_file: Path | None = option(
+        "PEM certificate chain to show to clients; serves with TLS", default=None
+    )
+    tls_key_file: Path | None = option("Its PEM key, not encrypted", default=None)
+    tls_client_ca_file: Path | None = option(
+        "PEM certificates of the CA that clients must have a certificate of", default=None
+    )
+    scheduler_tls_ca_file: Path | None = option(
+        "PEM certificates of the CA of the schedulers; connects with TLS", default=None
+    )
+    scheduler_tls_cert_file: Path | None = option(
+        "PEM certificate chain to show to the schedulers", default=None
+    )
+    scheduler_tls_key_file: Path | None = option("Its PEM key, not encrypted", default=None)
+    scheduler_tls_server_name: str | None = option(
+        "Name in the certificate of the schedulers, where it isn't the host of the address", default=None
+    )
+    api_keys_file: Path | None = option(
+        "YAML list of API keys, of which each call must carry one; by default none is asked for", default=None
+    )
+    insecure: bool = option(
+        "Allow addresses beyond this machine without TLS, or without API keys and client certificates",
+        default=False,
     )
     log_level: str = option("Log level", default="info", choices=("debug", "info", "warning", "error"))
     log_requests: str = option(

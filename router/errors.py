@@ -14,6 +14,8 @@ from pagoda.scheduler.v1.scheduler_pb2 import RequestRefused
 
 DOMAIN: Final = "pagoda"
 RETRY_DELAY_S: Final = 1.0
+# Of UTF-8. It travels in headers, three times and encoded, and gRPC takes no more than 8 KiB of them.
+MAX_MESSAGE_BYTES: Final = 1000
 # Another replica may take what one refuses so; the same one may later.
 RETRYABLE: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
@@ -27,7 +29,7 @@ class RequestError(Exception):
 
     Args:
         code: Never OK.
-        message: Names the value, the limit and what to do.
+        message: Names the value, the limit and what to do; cut after 1,000 bytes.
         reason: UPPER_SNAKE_CASE, for programs (google.rpc.ErrorInfo).
         field: Path of the field at fault, such as `spec.sampling.temperature` (google.rpc.BadRequest).
         retry_delay: Seconds after which trying again may help (google.rpc.RetryInfo).
@@ -42,6 +44,8 @@ class RequestError(Exception):
         field: str = "",
         retry_delay: float | None = None,
     ) -> None:
+        if len(encoded := message.encode(errors="replace")) > MAX_MESSAGE_BYTES:
+            message = encoded[:MAX_MESSAGE_BYTES].decode(errors="ignore") + "…"
         super().__init__(message)
         self.code = code
         self.message = message

@@ -11,6 +11,7 @@ from pagoda.scheduler.v1.scheduler_pb2 import RequestKey, RequestRefused, Sequen
 from pagoda.v1.inference_pb2 import PriorOutput, PromptLogprobs
 from pagoda.v1.sampling_pb2 import PositionLogprobs
 from router import metrics
+from router.auth import Tenant
 from router.errors import RETRYABLE, RequestError, from_refusal, unavailable
 from router.replicas import Replicas, choose
 from router.scheduler_link import Connection, Key
@@ -37,6 +38,7 @@ class Generation:
         time_remaining: float | None = None,
         trace_context: str = "",
         on_resubmit: Callable[[], None] = lambda: None,
+        tenant: Tenant = Tenant(),  # noqa: B008
     ) -> None:
         """`time_remaining` is the client's deadline, and `reconnect_timeout` how long an outage of all
         schedulers is borne; both in seconds. `on_resubmit` is called when a lost scheduler is replaced."""
@@ -51,6 +53,7 @@ class Generation:
         self._reconnect_timeout = reconnect_timeout
         self._trace_context = trace_context
         self._on_resubmit = on_resubmit
+        self._tenant = tenant
         self._arrival = time.monotonic()
         self._deadline = None if time_remaining is None else self._arrival + time_remaining
         priors = request.prior_outputs
@@ -118,6 +121,7 @@ class Generation:
         assert self._connection is not None  # noqa: S101
         if not self._accepted:
             metrics.PROMPT_TOKENS.inc(len(self._request.prompt_token_ids))
+            self._tenant.use_tokens(len(self._request.prompt_token_ids))
         self.model_revision = self._connection.welcome.model_revision
         self._accepted = True
         self._lost_at = self._refusal = None
@@ -252,6 +256,9 @@ class Generation:
             beam_search=request.beam_search,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            tenant=self._tenant.id,
+            # What was accepted once goes on wherever it can.
+            max_tenant_requests=0 if self._accepted else self._tenant.max_concurrent_requests,
             trace_context=self._trace_context,
             age=_duration(time.monotonic() - self._arrival),
             model_revision=self.model_revision,
@@ -274,6 +281,7 @@ class Generation:
             return
         now = time.monotonic()
         metrics.OUTPUT_TOKENS.inc(count)
+        self._tenant.use_tokens(count)
         if last := self._last_arrival[index]:
             metrics.INTER_TOKEN_LATENCY.observe((now - last) / count)
         else:

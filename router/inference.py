@@ -11,6 +11,7 @@ import grpc
 from common.tokenizer import Tokenizer
 from pagoda.v1 import inference_pb2 as pb
 from router import metrics
+from router.auth import Authenticator, Tenant
 from router.config import RouterConfig
 from router.errors import RETRY_DELAY_S, RequestError, invalid, unavailable
 from router.generation import Generation
@@ -35,6 +36,7 @@ class Caller:
     time_remaining: float | None = None
     # A W3C traceparent, or nothing.
     trace_context: str = ""
+    tenant: Tenant = Tenant()  # noqa: RUF009
 
 
 class OpenCalls:
@@ -65,6 +67,7 @@ class Inference:
     """Serves one model. Keeps nothing between requests.
 
     Attributes:
+        auth: Knows who calls.
         refusing: New requests are refused, because the router is about to end.
         model_name: As clients give it.
         tool_call_format: How the model writes tool calls, one of `tool_calls.FORMATS`; None: not known.
@@ -79,7 +82,9 @@ class Inference:
         replicas: Replicas,
         tool_call_format: str | None,
         tracer: "Tracer | None",
+        auth: Authenticator,
     ) -> None:
+        self.auth = auth
         self.refusing = False
         self.calls = OpenCalls()
         self.model_name = model_name
@@ -101,6 +106,7 @@ class Inference:
         log_requests = self._config.log_requests
         record = RequestRecord(spec, caller, self.model_name, log_requests, self._tracer)
         with record, self._admitted():
+            caller.tenant.check_budget()
             request = await validate(spec, self._limits(), self._prompts)
             record.named(request.request_id)
             generation = Generation(
@@ -110,6 +116,7 @@ class Inference:
                 time_remaining=caller.time_remaining,
                 trace_context=record.trace_context,
                 on_resubmit=record.resubmitted,
+                tenant=caller.tenant,
             )
             # Special tokens in some models, but their text is what a parser of calls goes by.
             tags = TAGS[self.tool_call_format] if spec.chat.tools and self.tool_call_format else frozenset()

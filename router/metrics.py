@@ -21,4 +21,7 @@ REQUEST_DURATION: Final = Histogram(
 )
 RECONNECTS: Final = Counter("pagoda_router_scheduler_reconnects", "Attempts to connect anew", ["scheduler"])
 RESUBMITS: Final = Counter("pagoda_router_resubmits", "Requests submitted anew after a lost scheduler")
+API_KEYS_STALE: Final = Gauge(
+    "pagoda_router_api_keys_stale", "1 while the file of API keys is broken and those read before stay in use"
+)
 SCHEDULER_UP: Final = Gauge("pagoda_router_scheduler_up", "1 while its stream is up", ["scheduler"])

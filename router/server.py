@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,15 +12,17 @@ from common.lifecycle import stop_event
 from common.model_files import ModelFiles
 from common.probes import Probes, serve_probes
 from common.rpc import AddressError
+from common.tls import ClientTls, ServerTls, client_tls, server_tls
 from common.tokenizer import Tokenizer
 from common.tracing import start_tracing
+from router.auth import Authenticator
 from router.block_map import serve_block_map
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig
 from router.inference import Inference
 from router.prompt import PromptEncoder
 from router.replicas import Replicas
-from router.service import SERVICE_NAME, InferenceService
+from router.service import SERVICE_NAME, InferenceService, KeyGuard
 from router.tool_calls import detect
 
 # For statuses to reach clients whose requests outlived the grace.
@@ -41,10 +42,20 @@ class Router:
 
         Raises:
             ModelFilesError: a file of the model folder is missing or broken.
-            AddressError: an address can't be parsed or bound.
+            AddressError: an address can't be parsed or bound, or is open to other machines.
+            ConfigError: certificates or API keys can't be used.
             TracingError: traces can't be exported as configured.
         """
-        _check(config.scheduler_addresses)
+        self.tls = server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
+        self.scheduler_tls = client_tls(
+            "scheduler-tls",
+            config.scheduler_tls_ca_file,
+            config.scheduler_tls_cert_file,
+            config.scheduler_tls_key_file,
+            config.scheduler_tls_server_name,
+        )
+        auth = Authenticator(config.api_keys_file)
+        _check_addresses(config, self.tls, self.scheduler_tls)
         self._tracer = start_tracing("router", config.otlp_endpoint, config.trace_sample_ratio)
         folder = Path(config.model)
         files = ModelFiles.read(folder)
@@ -53,7 +64,7 @@ class Router:
         self.probes = Probes()
         self._config = config
         self._draining = False
-        self.replicas = Replicas(config.scheduler_addresses, self._update_health)
+        self.replicas = Replicas(config.scheduler_addresses, self._update_health, self.scheduler_tls)
         self.inference = Inference(
             config,
             config.served_model_name or folder.resolve().name,
@@ -62,8 +73,10 @@ class Router:
             self.replicas,
             _tool_call_format(config.tool_call_parser, files),
             self._tracer,
+            auth,
         )
         self._server = grpc.aio.server(
+            interceptors=[KeyGuard(auth)] if auth.asks_for_keys else [],
             options=[*rpc.SERVER_OPTIONS, *_connection_age(config.max_connection_age)],
             # Requests may come compressed. What goes out is a few bytes at a time, and would only grow.
             compression=grpc.Compression.NoCompression,
@@ -73,7 +86,7 @@ class Router:
         self._health = rpc.add_health_aio(self._server)
         rpc.add_reflection(self._server, [SERVICE_NAME])
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.port = rpc.bind(self._server, config.listen_address)
+        self.port = rpc.bind(self._server, config.listen_address, self.tls)
 
     async def start(self) -> None:
         """Serves and connects; health says SERVING once a scheduler is connected."""
@@ -81,6 +94,7 @@ class Router:
         await self._server.start()
         self.replicas.start()
         self._spawn(self._tick())
+        self._spawn(self.inference.auth.watch())
         self.probes.started = True
 
     async def drain(self) -> None:
@@ -127,14 +141,15 @@ async def run(config: RouterConfig) -> None:
 
     Raises:
         ModelFilesError: a file of the model folder is missing or broken.
-        AddressError: an address can't be parsed or bound.
+        AddressError: an address can't be parsed or bound, or is open to other machines.
+        ConfigError: certificates or API keys can't be used.
         TracingError: traces can't be exported as configured.
     """
     stop = stop_event()
     router = Router(config)
     serve_probes(config.metrics_address, router.probes)
     if config.block_map_address:
-        port = serve_block_map(config.block_map_address, config.scheduler_addresses)
+        port = serve_block_map(config.block_map_address, config.scheduler_addresses, router.scheduler_tls)
         _log.info("block map on http://%s:%d/", config.block_map_address.rpartition(":")[0], port)
     await router.start()
     unix = config.listen_address.startswith("unix:")
@@ -157,12 +172,19 @@ def _connection_age(limit_s: float) -> list[tuple[str, int]]:
     ]
 
 
-def _check(addresses: Iterable[str]) -> None:
-    addresses = list(addresses)
-    if not addresses:
+def _check_addresses(config: RouterConfig, tls: ServerTls | None, scheduler_tls: ClientTls | None) -> None:
+    if not config.scheduler_addresses:
         raise AddressError("--scheduler-addresses: give at least one")
-    for address in addresses:
-        rpc.check_address("--scheduler-addresses", address)
+    missing = "" if scheduler_tls else "--scheduler-tls-ca-file"
+    for address in config.scheduler_addresses:
+        rpc.check_exposure("--scheduler-addresses", address, missing, config.insecure)
+    if tls is None:
+        missing = "--tls-cert-file and --tls-key-file"
+    elif config.api_keys_file is None and not tls.requires_clients:
+        missing = "--api-keys-file or --tls-client-ca-file"
+    else:
+        missing = ""
+    rpc.check_exposure("--listen-address", config.listen_address, missing, config.insecure)
 
 
 async def _within(limit_s: float, awaitable: Any) -> None:

@@ -9,8 +9,10 @@ from typing import Any, Final
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from common.rpc import HEALTH_SERVICE_NAME
 from pagoda.v1 import inference_pb2 as pb
 from router import metrics
+from router.auth import Authenticator
 from router.errors import RequestError, internal, invalid
 from router.inference import Caller, Inference
 
@@ -21,7 +23,7 @@ _ABORT_TIMEOUT_S: Final = 1.0
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 Context = Any  # grpc.aio.ServicerContext; its stubs lack what is used here
-Handler = Callable[[Any, Context], Awaitable[Message | None]]
+Handler = Callable[[Any, Caller, Context], Awaitable[Message | None]]
 
 
 class InferenceService:
@@ -47,7 +49,7 @@ class InferenceService:
         return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
 
     def _method(self, name: str, request_type: type[Message], handler: Handler) -> Any:
-        """`handler` with parsing, error mapping and metrics around it."""
+        """`handler` with authentication, parsing, error mapping and metrics around it."""
 
         async def call(data: bytes, context: Context) -> bytes | None:
             self._inference.calls.open()
@@ -56,7 +58,8 @@ class InferenceService:
             code = "OK"
             error: RequestError
             try:
-                response = await handler(_parse(request_type, data), context)
+                caller = self._caller(name, context)
+                response = await handler(_parse(request_type, data), caller, context)
                 return None if response is None else response.SerializeToString()
             except RequestError as failure:
                 error = failure
@@ -76,8 +79,20 @@ class InferenceService:
 
         return call
 
-    async def _generate(self, message: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        async with self._inference.accepted(message.spec, _caller("Generate", context)) as running:
+    def _caller(self, method: str, context: Context) -> Caller:
+        metadata = dict(context.invocation_metadata() or ())
+        trace_context = metadata.get("traceparent", "")
+        return Caller(
+            method=method,
+            time_remaining=context.time_remaining(),
+            trace_context=trace_context if _TRACEPARENT.fullmatch(trace_context) else "",
+            tenant=self._inference.auth.authenticate(metadata.get("authorization")),
+        )
+
+    async def _generate(
+        self, message: pb.GenerateRequest, caller: Caller, context: Context
+    ) -> pb.GenerateResponse:
+        async with self._inference.accepted(message.spec, caller) as running:
             outputs = await running.whole()
             return pb.GenerateResponse(
                 accepted=running.accepted(),
@@ -86,8 +101,10 @@ class InferenceService:
                 prompt_logprobs=running.prompt_logprobs(),
             )
 
-    async def _generate_stream(self, message: pb.GenerateStreamRequest, context: Context) -> None:
-        async with self._inference.accepted(message.spec, _caller("GenerateStream", context)) as running:
+    async def _generate_stream(
+        self, message: pb.GenerateStreamRequest, caller: Caller, context: Context
+    ) -> None:
+        async with self._inference.accepted(message.spec, caller) as running:
             await self._write(context, pb.GenerateStreamResponse(accepted=running.accepted()))
             prompt_logprobs = running.prompt_logprobs()
             async for delta in running.deltas():
@@ -106,10 +123,14 @@ class InferenceService:
             message = f"the client took nothing for {limit:g} s; resume with prior_outputs"
             raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="CLIENT_STALLED") from None
 
-    async def _get_model(self, message: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+    async def _get_model(
+        self, message: pb.GetModelRequest, caller: Caller, context: Context
+    ) -> pb.GetModelResponse:
         return self._inference.model()
 
-    async def _tokenize(self, message: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+    async def _tokenize(
+        self, message: pb.TokenizeRequest, caller: Caller, context: Context
+    ) -> pb.TokenizeResponse:
         match message.WhichOneof("prompt"):
             case "text":
                 ids = await self._inference.tokenize(message.text, "text")
@@ -119,18 +140,36 @@ class InferenceService:
                 raise invalid("prompt", "is missing; give text or chat", "EMPTY_PROMPT")
         return pb.TokenizeResponse(token_ids=ids)
 
-    async def _detokenize(self, message: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+    async def _detokenize(
+        self, message: pb.DetokenizeRequest, caller: Caller, context: Context
+    ) -> pb.DetokenizeResponse:
         text = await self._inference.detokenize(message.token_ids, "token_ids")
         return pb.DetokenizeResponse(text=text)
 
 
-def _caller(method: str, context: Context) -> Caller:
-    trace_context = dict(context.invocation_metadata() or ()).get("traceparent", "")
-    return Caller(
-        method=method,
-        time_remaining=context.time_remaining(),
-        trace_context=trace_context if _TRACEPARENT.fullmatch(trace_context) else "",
-    )
+class KeyGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Asks for a key where no service of ours does: everywhere but at health, so for reflection."""
+
+    def __init__(self, auth: Authenticator) -> None:
+        self._auth = auth
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        service = handler_call_details.method.split("/")[1]
+        if service not in (SERVICE_NAME, HEALTH_SERVICE_NAME):
+            try:
+                self._auth.authenticate(dict(handler_call_details.invocation_metadata).get("authorization"))
+            except RequestError as error:
+                return _refusing(error)
+        return await continuation(handler_call_details)
+
+
+def _refusing(error: RequestError) -> "grpc.RpcMethodHandler[Any, Any]":
+    """A method that refuses, whatever its client sends."""
+
+    async def refuse(requests: Any, context: Context) -> None:
+        await _abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _parse(request_type: type[Message], data: bytes) -> Message:

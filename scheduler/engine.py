@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -74,6 +74,8 @@ class Engine:
         self._probes = probes
         self._tracer = tracer
         self._requests: dict[tuple[Outbox, tuple[str, int]], Request] = {}
+        # Requests by tenant, over all routers; those that have none are not kept.
+        self._tenants: Counter[str] = Counter()
         self._deadlines: dict[Request, asyncio.TimerHandle] = {}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -99,6 +101,7 @@ class Engine:
         if self._tracer and is_sampled(submit.trace_context):
             request.trace = RequestTrace(self._tracer, submit.trace_context)
         self._requests[outbox, request.key] = request
+        self._tenants[submit.tenant] += 1
         self._idle.clear()
         assert self.scheduler  # noqa: S101
         self.scheduler.add(request)
@@ -119,6 +122,10 @@ class Engine:
         limit = self.config.max_waiting_requests
         if len(scheduler.waiting) >= limit and not submit.prior_outputs:
             message = f"{len(scheduler.waiting)} requests wait already; the limit is {limit}"
+            raise RefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, retry_delay_s=retry_delay)
+        limit, here = submit.max_tenant_requests, self._tenants[submit.tenant]
+        if limit and here >= limit:
+            message = f"{here} requests of key {submit.tenant!r} are here already; its limit is {limit}"
             raise RefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, retry_delay_s=retry_delay)
         self._submitted += 1
         arrival = (time.monotonic() - seconds(submit.age), self._submitted)
@@ -163,10 +170,14 @@ class Engine:
     def _forget_if_finished(self, request: Request) -> None:
         if not request.finished:
             return
-        if self._requests.pop((request.outbox, request.key), None) and request.trace:
-            request.trace.end(
-                {"gen_ai.response.id": request.key[0], "gen_ai.usage.input_tokens": request.prompt_length}
-            )
+        if self._requests.pop((request.outbox, request.key), None):
+            self._tenants[request.submit.tenant] -= 1
+            if not self._tenants[request.submit.tenant]:
+                del self._tenants[request.submit.tenant]
+            if request.trace:
+                request.trace.end(
+                    {"gen_ai.response.id": request.key[0], "gen_ai.usage.input_tokens": request.prompt_length}
+                )
         if timer := self._deadlines.pop(request, None):
             timer.cancel()
         if not self._requests:

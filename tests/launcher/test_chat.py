@@ -8,14 +8,18 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent import futures
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from common.rpc import bind
+from common.tls import server_tls
 from launcher.preflight import ROOT
 from pagoda.v1 import inference_pb2 as pb
 from pagoda.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+from tests.authority import Authority
 
 CONTEXT = 64
 
@@ -25,8 +29,12 @@ class Echo(InferenceServiceServicer):
 
     def __init__(self) -> None:
         self.cancelled = threading.Event()
+        self.authorization: str | None = None
 
     def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:  # noqa: N802
+        self.authorization = dict(context.invocation_metadata()).get("authorization")
+        if self.authorization == "Bearer wrong":
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid API key")
         return pb.GetModelResponse(name="echo", max_model_len=CONTEXT, chat=True)
 
     def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:  # noqa: N802
@@ -71,7 +79,7 @@ def address(echo: Echo) -> Iterator[str]:
     server.stop(None).wait()
 
 
-def chat(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def chat(*arguments: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "launcher", "chat", *arguments],
         cwd=ROOT,
@@ -79,6 +87,7 @@ def chat(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=60,
+        env={**os.environ, **environ},
     )
 
 
@@ -86,6 +95,38 @@ def test_one_prompt_gets_one_answer_on_standard_output(address: str) -> None:
     result = chat("--address", address, "--prompt", "hello", "--system", "be kind")
 
     assert (result.returncode, result.stdout, result.stderr) == (0, "2: [31mhello\n", "")
+
+
+def test_a_key_from_the_environment_is_sent_over_tls(echo: Echo, tmp_path: Path) -> None:
+    ca = Authority(tmp_path)
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    add_InferenceServiceServicer_to_server(echo, server)
+    address = f"127.0.0.1:{bind(server, '127.0.0.1:0', server_tls(*ca.issue('server'), ca.file))}"
+    server.start()
+    client = ca.issue("client")
+    tls = ["--tls-ca-file", ca.file, "--tls-cert-file", client.certificate, "--tls-key-file", client.key]
+
+    result = chat("--address", address, *map(str, tls), "--prompt", "hello", PAGODA_CHAT_API_KEY="secret")
+
+    assert (result.returncode, result.stdout) == (0, "1: [31mhello\n")
+    assert echo.authorization == "Bearer secret"
+    server.stop(None).wait()
+
+
+def test_a_wrong_key_is_one_line(address: str) -> None:
+    result = chat("--address", address, "--prompt", "hello", PAGODA_CHAT_API_KEY="wrong")
+
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == (
+        "python -m launcher chat: give a key of this server in PAGODA_CHAT_API_KEY (no valid API key)\n"
+    )
+
+
+def test_a_missing_ca_file_is_one_line(address: str) -> None:
+    result = chat("--address", address, "--prompt", "hello", "--tls-ca-file", "/nowhere")
+
+    assert result.returncode == 2
+    assert result.stderr == "python -m launcher chat: --tls-ca-file /nowhere: No such file or directory\n"
 
 
 def test_a_conversation_remembers_until_reset(address: str) -> None:

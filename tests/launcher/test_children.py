@@ -105,6 +105,32 @@ def test_the_scheduler_is_told_what_a_gateway_asks_for() -> None:
     assert "--model" not in specs(ServeConfig())["scheduler"].argv
 
 
+def test_certificates_and_keys_go_to_the_router_from_the_users_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = specs(
+        ServeConfig(
+            tls_cert_file=Path("a.pem"),
+            tls_key_file=Path("a.key"),
+            tls_client_ca_file=Path("/ca.pem"),
+            api_keys_file=Path("keys.yaml"),
+            insecure=True,
+        )
+    )
+
+    router = flags(made["router"])
+    assert router["--tls-cert-file"] == str(tmp_path / "a.pem")
+    assert router["--tls-key-file"] == str(tmp_path / "a.key")
+    assert router["--tls-client-ca-file"] == "/ca.pem"
+    assert router["--api-keys-file"] == str(tmp_path / "keys.yaml")
+    assert "--insecure" in made["router"].argv
+    for other in ("scheduler", "shard"):
+        assert not [word for word in made[other].argv if "tls" in word]
+    # For the address of a gateway.
+    assert "--insecure" in made["scheduler"].argv
+
+
 def test_what_is_not_given_is_left_to_the_process() -> None:
     made = specs(ServeConfig())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,7 +19,7 @@ from pagoda.v1.sampling_pb2 import PositionLogprobs, SamplingParams, TokenLogpro
 from router import metrics
 from tests.router.conftest import Client, StartRouter
 from tests.router.fake_scheduler import LENGTH, STOP, FakeScheduler
-from tests.router.models import byte_level_bpe
+from tests.router.models import byte_level_bpe, write_model
 
 TOKENIZER = byte_level_bpe()
 EOS = 1
@@ -683,6 +684,19 @@ async def test_tokenize_works_on_chats(client: Client) -> None:
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")], continue_final_message=True)
     tokens = (await client.stub.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids
     assert tokens == ids("<|im_start|>user\nhi")
+
+
+async def test_a_message_of_any_length_reaches_its_client(start_router: StartRouter, tmp_path: Path) -> None:
+    """gRPC would fail a call whose headers are too long."""
+    template = "{{ raise_exception(messages[0].content) }}"
+    client = await start_router(model=str(write_model(tmp_path / "strict", chat_template=template)))
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="😀" * 10_000)])
+
+    error = await error_of(generate(client, pb.GenerateSpec(chat=chat)))
+
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (error.details() or "").startswith("spec.chat.messages: the chat template failed: 😀")
+    assert detail(error, error_details_pb2.ErrorInfo).reason == "CHAT_TEMPLATE"
 
 
 async def test_reflection_names_the_service(client: Client) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from common.otlp import Tracer
 from common.probes import Probes
-from pagoda.scheduler.v1.scheduler_pb2 import Abort, RequestRefused
+from pagoda.scheduler.v1.scheduler_pb2 import Abort, RequestRefused, Submit
 from pagoda.v1.inference_pb2 import FINISH_REASON_LENGTH, BeamSearch, Constraint, FinishReason, PriorOutput
 from scheduler.config import SchedulerConfig
 from scheduler.engine import Engine, FatalError
@@ -298,6 +298,132 @@ async def test_a_full_queue_refuses_with_a_hint_and_harms_nobody() -> None:
     assert router.refused["r2"].code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
     assert router.refused["r2"].retry_delay.ToMilliseconds() == 1000
     assert sorted(router.reasons) == ["r0", "r1", "resumed", "running"]
+
+
+def of_tenant(name: str, tenant: str, limit: int, max_tokens: int = 200, **fields: Any) -> Submit:
+    return submit(name, [1, 2], max_tokens, tenant=tenant, max_tenant_requests=limit, **fields)
+
+
+async def test_a_tenant_has_so_many_requests_here_and_no_more() -> None:
+    async with serving(max_num_seqs=1) as (engine, client, router):
+        client.may_answer.clear()
+        other_router = Router(engine)
+        # Running, waiting, and through another router.
+        for name in ("a", "b"):
+            engine.submit(router.outbox, of_tenant(name, "acme", 3))
+        engine.submit(other_router.outbox, of_tenant("c", "acme", 3))
+        engine.submit(router.outbox, of_tenant("too many", "acme", 3))
+        engine.submit(router.outbox, of_tenant("of another", "other", 3))
+        engine.submit(router.outbox, of_tenant("without a limit", "acme", 0))
+        await router.until(lambda: router.refused and len(router.accepted) == 4)
+        for outbox in (router.outbox, other_router.outbox):
+            engine.detach(outbox)
+        other_router.close()
+        client.may_answer.set()
+
+    (refused,) = router.refused.values()
+    assert refused.key.request_id == "too many"
+    assert refused.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    assert refused.message == "3 requests of key 'acme' are here already; its limit is 3"
+    assert refused.retry_delay.ToMilliseconds() == 1000
+
+
+async def finishes(engine: Engine, client: FakeShardClient, router: Router) -> None:
+    engine.submit(router.outbox, of_tenant("a", "acme", 1, max_tokens=2, n=2))
+    await router.until(lambda: router.finished == 2)
+
+
+async def is_aborted(engine: Engine, client: FakeShardClient, router: Router) -> None:
+    message = of_tenant("a", "acme", 1, n=2)
+    engine.submit(router.outbox, message)
+    engine.abort(router.outbox, Abort(key=message.key, output_index=0))
+    engine.abort(router.outbox, Abort(key=message.key))
+    engine.abort(router.outbox, Abort(key=message.key))
+
+
+async def loses_its_router(engine: Engine, client: FakeShardClient, router: Router) -> None:
+    gone = Outbox()
+    engine.submit(gone, of_tenant("a", "acme", 1))
+    engine.detach(gone)
+
+
+async def passes_its_deadline(engine: Engine, client: FakeShardClient, router: Router) -> None:
+    engine.submit(router.outbox, of_tenant("a", "acme", 1, deadline_remaining=Duration(nanos=1)))
+    await router.until(lambda: router.refused)
+
+
+async def fails(engine: Engine, client: FakeShardClient, router: Router) -> None:
+    client.invalid = True
+    engine.submit(router.outbox, of_tenant("a", "acme", 1))
+    await router.until(lambda: router.refused)
+    client.invalid = False
+
+
+async def is_refused(engine: Engine, client: FakeShardClient, router: Router) -> None:
+    engine.submit(router.outbox, of_tenant("a", "acme", 1, adapter="lora"))
+
+
+async def had_ended_before(engine: Engine, client: FakeShardClient, router: Router) -> None:
+    engine.submit(router.outbox, of_tenant("a", "acme", 1, prior_outputs=[PriorOutput(finished=True)]))
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        finishes,
+        is_aborted,
+        loses_its_router,
+        passes_its_deadline,
+        fails,
+        is_refused,
+        had_ended_before,
+    ],
+)
+async def test_a_request_counts_until_it_ends_however_it_does(
+    end: Callable[[Engine, FakeShardClient, Router], Awaitable[None]],
+) -> None:
+    async with serving() as (engine, client, router):
+        await end(engine, client, router)
+
+        engine.submit(router.outbox, of_tenant("next", "acme", 1, max_tokens=2))
+        engine.submit(router.outbox, of_tenant("too many", "acme", 1))
+        await router.until(lambda: "next" in router.reasons and "too many" in router.refused)
+
+    assert "next" not in router.refused
+
+
+async def test_a_lost_shard_counts_nobody_twice_nor_forgets_anybody() -> None:
+    async with serving() as (engine, client, router):
+        engine.submit(router.outbox, of_tenant("a", "acme", 1, max_tokens=40))
+        await router.until(lambda: has_tokens(router, "a", 5))
+        client.lose()
+        engine.submit(router.outbox, of_tenant("too many", "acme", 1))
+        await router.until(lambda: router.reasons)
+        engine.submit(router.outbox, of_tenant("next", "acme", 1, max_tokens=2))
+        await router.until(lambda: len(router.reasons) == 2)
+
+    assert list(router.refused) == ["too many"]
+
+
+async def test_tenants_never_find_each_others_prompts() -> None:
+    prompt = list(range(50))
+    async with serving() as (engine, _, router):
+        for count, (name, tenant, salt) in enumerate(
+            [
+                ("first", "acme", ""),
+                ("the same key", "acme", ""),
+                ("another key", "other", ""),
+                ("no key", "", ""),
+                # What one may choose can't make it another.
+                ("salted", "", "acme"),
+                ("salted with more", "acm", "e"),
+            ],
+            1,
+        ):
+            engine.submit(router.outbox, submit(name, prompt, 2, tenant=tenant, cache_salt=salt))
+            await router.until(lambda count=count: router.finished == count)  # type: ignore[misc]
+
+    assert [name for name, cached in router.cached.items() if cached] == ["the same key"]
 
 
 async def test_drain_refuses_new_requests_and_finishes_the_rest() -> None:
