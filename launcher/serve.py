@@ -67,7 +67,7 @@ async def _serve(
                 )
                 supervisor.starting = False
                 display.close()
-                display.say(_welcome(name, addresses, time.monotonic() - began))
+                display.say(_welcome(config, name, addresses, time.monotonic() - began))
 
             async def farewell() -> None:
                 await stop.first.wait()
@@ -114,13 +114,15 @@ def _model_name(config: ServeConfig, model: Path) -> str:
     return model.stem if model.is_file() else model.name
 
 
-def _welcome(name: str, addresses: Mapping[str, str], seconds: float) -> str:
+def _welcome(config: ServeConfig, name: str, addresses: Mapping[str, str], seconds: float) -> str:
     listen = addresses["listen-address"]
     python = (
         os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
     )
     block_map, gateway = addresses.get("block-map-address"), addresses.get("gateway-address")
     to = "" if listen == ServeConfig.listen_address else f" --address {dialable(listen)}"
+    tls = " --tls-ca-file CA.pem" if config.tls_cert_file else ""
+    key = "PAGODA_CHAT_API_KEY=KEY " if config.api_keys_file else ""
     return "\n".join(
         [
             f"Pagoda serves {name} after {seconds:.1f} s.",
@@ -129,7 +131,7 @@ def _welcome(name: str, addresses: Mapping[str, str], seconds: float) -> str:
             *([f"  blocks   http://{dialable(block_map)}/"] if block_map else []),
             *([f"  gateway  grpc://{dialable(gateway)}"] if gateway else []),
             "Ask it something from another terminal:",
-            f'  {python} -m launcher chat{to} --prompt "Why is the sky blue?"',
+            f'  {key}{python} -m launcher chat{to}{tls} --prompt "Why is the sky blue?"',
             "Ctrl-C stops it.",
         ]
     )

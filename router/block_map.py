@@ -60,7 +60,7 @@ class _Scheduler:
     def __init__(self, address: str, tls: ClientTls | None) -> None:
         self._address = address
         self._tls = tls
-        self._channel = channel(address, tls)
+        self._channel: grpc.Channel | None = None
         self._lock = threading.Lock()
         self._asked_at = -MAX_AGE_S
         self._answer: bytes | tuple[HTTPStatus, str] = b""
@@ -80,13 +80,14 @@ class _Scheduler:
             return self._answer
 
     def _ask(self) -> bytes | tuple[HTTPStatus, str]:
+        self._channel = self._channel or channel(self._address, self._tls)
         try:
             stub = SchedulerServiceStub(self._channel)
             return _json(to_dict(stub.GetBlockMap(GetBlockMapRequest(), timeout=RPC_TIMEOUT_S)))
         except grpc.RpcError as error:
-            # Certificates may have been renewed since it was made.
+            # Another one next time: certificates may have been renewed since this one was made.
             self._channel.close()
-            self._channel = channel(self._address, self._tls)
+            self._channel = None
             status = {
                 grpc.StatusCode.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
                 grpc.StatusCode.DEADLINE_EXCEEDED: HTTPStatus.GATEWAY_TIMEOUT,

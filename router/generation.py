@@ -38,7 +38,7 @@ class Generation:
         time_remaining: float | None = None,
         trace_context: str = "",
         on_resubmit: Callable[[], None] = lambda: None,
-        tenant: Tenant = Tenant(),  # noqa: B008
+        tenant: Tenant = Tenant(),
     ) -> None:
         """`time_remaining` is the client's deadline, and `reconnect_timeout` how long an outage of all
         schedulers is borne; both in seconds. `on_resubmit` is called when a lost scheduler is replaced."""

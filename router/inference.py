@@ -36,7 +36,7 @@ class Caller:
     time_remaining: float | None = None
     # A W3C traceparent, or nothing.
     trace_context: str = ""
-    tenant: Tenant = Tenant()  # noqa: RUF009
+    tenant: Tenant = Tenant()
 
 
 class OpenCalls:

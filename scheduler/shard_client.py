@@ -109,13 +109,12 @@ class GrpcShardClient:
         self._stub: ShardServiceAsyncStub = ShardServiceStub(self._channel)
 
     async def describe(self) -> DescribeResponse:
-        """What the shard holds."""
+        """What the shard holds. Connects anew: certificates may have been renewed since the last time."""
+        await self.close()
+        self._connect()
         try:
             return await self._stub.Describe(DescribeRequest(), timeout=5)
         except grpc.RpcError as error:
-            # Certificates may have been renewed since the channel was made.
-            await self.close()
-            self._connect()
             raise ShardError(_describe(error)) from error
 
     async def configure(self, request: ConfigureRequest) -> ConfigureResponse:

@@ -1,8 +1,10 @@
 """Both ends of TLS over real connections: who is let in, and what a change of the files does."""
 
 import logging
+import shutil
 import socket
 import ssl
+import subprocess
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +31,7 @@ from common.rpc import (
 )
 from common.tls import ClientTls, ServerTls, client_tls, server_tls
 from tests.authority import Authority, private_bytes, replace
+from tests.docs.pages import blocks
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 REFUSED = grpc.StatusCode.UNAVAILABLE
@@ -206,6 +209,18 @@ def test_a_new_certificate_waits_for_its_key(ca: Authority, tmp_path: Path) -> N
         assert asked_anew(address, client_of(ca)) == SERVING
         replace(tmp_path / "server.key", pair.key.read_bytes())
         assert asked_anew(address, client_of(new)) == SERVING
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
+def test_the_certificates_of_the_documentation_work(tmp_path: Path) -> None:
+    (script,) = [block for block in blocks("docs/security.md", "sh") if "openssl" in block]
+    subprocess.run(["bash", "-ec", script], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    ca = tmp_path / "ca.pem"
+    server = server_tls(tmp_path / "scheduler.pem", tmp_path / "scheduler.key", ca)
+    client = client_tls("peer-tls", ca, tmp_path / "router.pem", tmp_path / "router.key", "scheduler.example")
+
+    with serving(server) as address:
+        assert asked_anew(address, client) == SERVING
 
 
 # For HTTP.

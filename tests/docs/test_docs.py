@@ -22,7 +22,7 @@ from tests.docs.pages import PAGES, ROOT, anchors, blocks, prose
 
 CODE = ("common", "kernels", "launcher", "router", "scheduler", "shard")
 # Of pip's, npm's and protoc's programs, and of every one of ours.
-OTHER_FLAGS = {"--config", "--help", "--prefix", "--python_out", "--grpc_python_out"}
+OTHER_FLAGS = {"--config", "--help", "--id", "--prefix", "--python_out", "--grpc_python_out"}
 # Of the SMG gateway.
 OTHER_FLAGS |= {"--host", "--port", "--prometheus-host", "--worker-urls"}
 # Of the benchmarks.

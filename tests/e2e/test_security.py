@@ -1,5 +1,6 @@
 """The three processes by hand, with certificates between all of them and an API key."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from pagoda.v1 import inference_pb2 as pb
 from pagoda.v1.inference_pb2_grpc import InferenceServiceStub
 from router.auth import digest, new_key
 from tests.authority import Authority, Pair
+from tests.docs.pages import blocks
 from tests.e2e.client import spec, status
 from tests.e2e.stack import PROCESSES, ROOT, launched, until
 
@@ -119,9 +121,20 @@ def test_the_launcher_serves_with_tls_and_keys(tiny_model_folder: Path, tmp_path
 
     with launched(f"--model={tiny_model_folder}", *flags, f"--api-keys-file={keys_file(tmp_path)}") as stack:
         stack.wait_ready()
+        stack.wait_line(r"^  PAGODA_CHAT_API_KEY=KEY .* --tls-ca-file CA.pem --prompt ")
         tls = client_tls("tls", ca.file, None, None)
 
-        assert model_of(stack.address, tls, KEY).max_model_len
+        (tmp_path / "key.txt").write_text(KEY)
+        (example,) = blocks("docs/security.md", "python")
+        done = subprocess.run(
+            [sys.executable, "-c", example.replace("localhost:50051", stack.address)],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.stdout == f"{tiny_model_folder.name}\n", done.stderr
         assert status(lambda: model_of(stack.address, tls, None))[0] is grpc.StatusCode.UNAUTHENTICATED
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import grpc
 
+from common.rpc import bind
+from common.tls import ServerTls
 from pagoda.scheduler.v1 import scheduler_pb2 as pb
 
 
@@ -28,7 +30,7 @@ class FakeBlockMaps:
         return self.block_map
 
     @contextmanager
-    def serving(self) -> Iterator["FakeBlockMaps"]:
+    def serving(self, tls: ServerTls | None = None) -> Iterator["FakeBlockMaps"]:
         method = grpc.unary_unary_rpc_method_handler(
             self._answer,
             request_deserializer=pb.GetBlockMapRequest.FromString,
@@ -38,7 +40,7 @@ class FakeBlockMaps:
             "pagoda.scheduler.v1.SchedulerService", {"GetBlockMap": method}
         )
         self._server.add_generic_rpc_handlers((handler,))
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.address = f"127.0.0.1:{bind(self._server, '127.0.0.1:0', tls)}"
         self._server.start()
         try:
             yield self

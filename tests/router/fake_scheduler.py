@@ -7,6 +7,8 @@ from typing import Any
 
 import grpc
 
+from common.rpc import bind
+from common.tls import ServerTls
 from pagoda.scheduler.v1 import scheduler_pb2 as pb
 from pagoda.scheduler.v1 import scheduler_pb2_grpc
 from pagoda.v1.inference_pb2 import FinishReason
@@ -36,10 +38,10 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._server: grpc.aio.Server | None = None
         self.address = ""
 
-    async def start(self, address: str = "127.0.0.1:0") -> None:
+    async def start(self, address: str = "127.0.0.1:0", tls: ServerTls | None = None) -> None:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(address)
+        port = bind(self._server, address, tls)
         self.address = address if address.startswith("unix:") else f"127.0.0.1:{port}"
         await self._server.start()
 

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 
 from common.rpc import AddressError
+from common.tls import ClientTls, client_tls, server_tls
 from pagoda.scheduler.v1 import scheduler_pb2 as pb
 from router import block_map
 from router.block_map import serve_block_map
 from router.config import RouterConfig
+from tests.authority import Authority
 from tests.router.fake_block_maps import FakeBlockMaps
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -50,8 +52,8 @@ OTHER_MAP = pb.GetBlockMapResponse(block_size=8, num_blocks=1, ref_counts=[0], c
 class Page:
     """A client of the page's server."""
 
-    def __init__(self, schedulers: list[str]) -> None:
-        self.port = serve_block_map("127.0.0.1:0", schedulers)
+    def __init__(self, schedulers: list[str], tls: ClientTls | None = None) -> None:
+        self.port = serve_block_map("127.0.0.1:0", schedulers, tls)
 
     def request(
         self, path: str, method: str = "GET", host: str | None = None
@@ -284,3 +286,18 @@ def test_a_port_in_use_is_one_line_and_status_2(model_folder: Path) -> None:
     assert done.stderr.splitlines()[-1] == (
         f"python -m router: --block-map-address {address}: already in use"
     )
+
+
+def test_the_map_comes_over_tls_once_the_certificate_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_map, "MAX_AGE_S", 0)
+    ca = Authority(tmp_path)
+    stranger = Authority(tmp_path, "stranger").issue("router")
+    with FakeBlockMaps(MAP).serving(server_tls(*ca.issue("scheduler"), ca.file)) as scheduler:
+        page = Page([scheduler.address], client_tls("scheduler-tls", ca.file, *stranger))
+        assert page.json("/api/map")["error"]["status"] == 503
+
+        ca.issue("router")
+
+        assert page.json("/api/map")["num_blocks"] == 4

@@ -1,13 +1,16 @@
 import asyncio
+from pathlib import Path
 
 import pytest
 
+from common.tls import client_tls, server_tls
 from common.version import PROTOCOL_VERSION
 from pagoda.scheduler.v1 import scheduler_pb2 as pb
 from router import metrics
 from router.errors import RequestError
 from router.replicas import Replicas, choose
 from router.scheduler_link import Connection
+from tests.authority import Authority
 from tests.router.fake_scheduler import FakeScheduler
 
 
@@ -185,6 +188,25 @@ async def test_a_sink_that_fails_breaks_the_stream_and_not_the_link(fake: FakeSc
     await fake.hellos.get()
     assert sink.calls == ["lost"]
     await replicas.close()
+
+
+async def test_a_certificate_that_is_renewed_opens_the_way(tmp_path: Path) -> None:
+    ca = Authority(tmp_path)
+    fake = FakeScheduler()
+    await fake.start(tls=server_tls(*ca.issue("scheduler"), ca.file))
+    stranger = Authority(tmp_path, "stranger").issue("router")
+    replicas = Replicas([fake.address], tls=client_tls("scheduler-tls", ca.file, *stranger))
+    attempts = metrics.RECONNECTS.labels(fake.address)._value
+    replicas.start()
+    while attempts.get() < 2:
+        await replicas.wait_change()
+    assert not replicas.connected
+
+    ca.issue("router")
+    await connect(replicas)
+
+    await replicas.close()
+    await fake.stop()
 
 
 async def test_attempt_numbers_never_repeat() -> None:

@@ -1,0 +1,49 @@
+"""The scheduler's way to its shard, where certificates are asked for."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from common.rpc import SERVER_OPTIONS, bind
+from common.tls import client_tls, server_tls
+from pagoda.shard.v1.shard_pb2 import DescribeRequest, DescribeResponse
+from pagoda.shard.v1.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
+from scheduler.shard_client import GrpcShardClient, ShardError
+from tests.authority import Authority
+
+
+class Described(ShardServiceServicer):
+    """Says who it is, and does nothing."""
+
+    def Describe(self, request: DescribeRequest, context: Any) -> DescribeResponse:  # noqa: N802
+        return DescribeResponse(instance_id="shard")
+
+    def Configure(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise NotImplementedError
+
+    def PrepareConstraint(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise NotImplementedError
+
+    def Execute(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
+        raise NotImplementedError
+
+
+async def test_a_certificate_that_is_renewed_opens_the_way(tmp_path: Path) -> None:
+    ca = Authority(tmp_path)
+    server = grpc.server(ThreadPoolExecutor(2), options=SERVER_OPTIONS)
+    add_ShardServiceServicer_to_server(Described(), server)
+    port = bind(server, "127.0.0.1:0", server_tls(*ca.issue("shard"), ca.file))
+    server.start()
+    stranger = Authority(tmp_path, "stranger").issue("scheduler")
+    client = GrpcShardClient(f"127.0.0.1:{port}", client_tls("shard-tls", ca.file, *stranger))
+    with pytest.raises(ShardError, match="UNAVAILABLE"):
+        await client.describe()
+
+    ca.issue("scheduler")
+
+    assert (await client.describe()).instance_id == "shard"
+    await client.close()
+    server.stop(0).wait()
