@@ -39,12 +39,12 @@ class Reloading(Generic[T]):
     """What `read` makes of files, made anew when they have changed. Thread-safe.
 
     Attributes:
-        stale: The files are broken now, and what they held before is still in use.
+        problem: Why what was read before is still in use, although the files have changed; empty if it isn't.
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], T]) -> None:
         """`read` raises ConfigError on what it can't use, and so does this."""
-        self.stale = False
+        self.problem = ""
         self._paths = paths
         self._read = read
         self._lock = threading.Lock()
@@ -53,20 +53,27 @@ class Reloading(Generic[T]):
         self._value = read()
 
     def current(self) -> T:
-        """As the files are, or as they last were in order; a change that breaks them is logged once."""
+        """As the files are, or as they last were in order; each problem is logged once."""
         with self._lock:
             stamp = self._stamps()
             if stamp != self._stamp:
                 self._stamp = stamp
-                names = ", ".join(map(str, self._paths))
-                try:
-                    self._value = self._read()
-                    self.stale = False
-                    _log.info("read anew: %s", names)
-                except ConfigError as error:
-                    self.stale = True
-                    _log.error("%s; what was read before stays in use", error)
+                self._reload()
             return self._value
+
+    def _reload(self) -> None:
+        try:
+            self._value = self._read()
+        except ConfigError as error:
+            if str(error) != self.problem:
+                _log.error("%s; what was read before stays in use", error)
+            self.problem = str(error)
+            if isinstance(error.__cause__, OSError):
+                # It may pass without a change of the files, as too many open ones do.
+                self._stamp = []
+        else:
+            self.problem = ""
+            _log.info("read anew: %s", ", ".join(map(str, self._paths)))
 
     def _stamps(self) -> list[tuple[int, ...]]:
         return [_stamp(path) for path in self._paths]

@@ -117,7 +117,7 @@ class Authenticator:
         """Reads the file anew whenever it changes, until cancelled; a broken one changes nothing."""
         while self._file is not None:
             await asyncio.to_thread(self._file.current)
-            metrics.API_KEYS_STALE.set(self._file.stale)
+            metrics.API_KEYS_STALE.set(bool(self._file.problem))
             await asyncio.sleep(_CHECK_PERIOD_S)
 
     def _read(self) -> None:

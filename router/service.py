@@ -154,7 +154,7 @@ class KeyGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._auth = auth
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        service = handler_call_details.method.split("/")[1]
+        service = handler_call_details.method.removeprefix("/").partition("/")[0]
         if service not in (SERVICE_NAME, HEALTH_SERVICE_NAME):
             try:
                 self._auth.authenticate(dict(handler_call_details.invocation_metadata).get("authorization"))
