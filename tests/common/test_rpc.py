@@ -117,7 +117,7 @@ def test_a_port_is_bound_once() -> None:
     port = bind(servers[0], "127.0.0.1:0")
 
     with pytest.raises(AddressError, match=f"--option 127.0.0.1:{port}: can't be bound"):
-        bind(servers[1], f"127.0.0.1:{port}", "--option")
+        bind(servers[1], f"127.0.0.1:{port}", option="--option")
 
 
 def test_a_unix_socket_is_bound(tmp_path: Path) -> None:
