@@ -44,6 +44,7 @@ __all__ = [
     "Ranks",
     "add_rms_norm",
     "copy_blocks",
+    "cpu_kernels",
     "cpu_kernels_missing",
     "keeps_blocks",
     "mix_experts",
@@ -72,6 +73,11 @@ class Linear(Protocol):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[num_rows, in_features]` to float32 `[num_rows, out_features]`."""
+
+
+def cpu_kernels() -> str | None:
+    """The instruction set of the compiled kernels that this machine's CPU runs; None where none are built."""
+    return library.best_set()
 
 
 def cpu_kernels_missing(device: torch.device) -> bool:

@@ -80,7 +80,7 @@ def load_shard(
     longest = max_context_len(model_config)
     if kernels.cpu_kernels_missing(device):
         log.warning(
-            "no CPU kernels are built, so this CPU computes several times slower than it could: "
+            "no CPU kernels are built, so this CPU computes about ten times slower than it could: "
             "install g++ and run `make kernels`"
         )
     started = time.monotonic()

@@ -1,4 +1,5 @@
 """Decoder layers in C++ for CPUs.
 
-`python -m kernels.cpu` compiles them, `library` binds them, `decoder` is what `kernels` dispatches to.
+`build` compiles them, `trial` tries what came of that, `library` binds them, and `decoder` is what `kernels`
+dispatches to.
 """

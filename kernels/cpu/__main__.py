@@ -1,3 +1,5 @@
+import sys
+
 from kernels.cpu.build import main
 
-main()
+sys.exit(main())

@@ -2,11 +2,14 @@
 
 import ctypes
 import functools
+import logging
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
-from kernels.cpu.build import library_path, supported_sets
+from kernels.cpu.build import is_intact, library_path, supported_sets
+
+log = logging.getLogger(__name__)
 
 
 class Shape(ctypes.Structure):
@@ -59,25 +62,43 @@ class Step(ctypes.Structure):
 
 
 @functools.cache
+def best_set() -> str | None:
+    """The best instruction set whose library this machine's CPU can run; None where there is none."""
+    return next((name for name in supported_sets(cpu_flags()) if load_set(name)), None)
+
+
 def load() -> ctypes.CDLL | None:
     """The best library for this machine's CPU; None where none was built or none can be loaded."""
-    for name in supported_sets(cpu_flags()):
-        library = load_set(name)
-        if library is not None:
-            return library
-    return None
+    name = best_set()
+    return load_set(name) if name else None
 
 
 @functools.cache
 def load_set(instruction_set: str) -> ctypes.CDLL | None:
-    """The library for one instruction set; None where it wasn't built or can't be loaded.
+    """The library for one instruction set; None where it wasn't built, or can't be used, which is logged."""
+    path = library_path(instruction_set)
+    try:
+        if is_intact(path):
+            return bind(path)
+        reason = "it is damaged"
+    except FileNotFoundError:
+        return None
+    except (OSError, AttributeError) as error:
+        reason = str(error)
+    log.warning("CPU kernels %s can't be used: %s; run `make kernels`", path, reason)
+    return None
+
+
+def bind(path: Path) -> ctypes.CDLL:
+    """Loads a library and declares its functions.
 
     torch must have been imported: its OpenMP runtime is the one that the library uses.
+
+    Raises:
+        OSError: it can't be loaded.
+        AttributeError: it is another library.
     """
-    try:
-        library = ctypes.CDLL(str(library_path(instruction_set)))
-    except OSError:
-        return None
+    library = ctypes.CDLL(str(path))
     _declare(library)
     return library
 
