@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from common import config as configuration
+from common.lifecycle import exit_with_parent
 from common.paths import cache_root
 from common.rpc import split_host_port
 from launcher import embedded_model, preflight
@@ -30,6 +31,8 @@ def main(argv: list[str]) -> int:
         PreflightError: something outside has to change first.
     """
     config = configuration.load(ServeConfig, SERVICE, argv, prog="python -m launcher serve")
+    if config.exit_with_parent:
+        exit_with_parent()
     config_file = configuration.config_path(SERVICE, argv)
     model = Path(config.model).expanduser().resolve() if config.model else embedded_model.embedded_gguf()
     preflight.check_model(model)
@@ -61,10 +64,12 @@ async def _serve(
             specs = child_specs(config, addresses, model, folder, name, sockets, config_file)
             supervisor = Supervisor(specs, stop, display.say)
 
+            def report(name: str, state: str, ratio: float | None) -> None:
+                if not supervisor.stopping:
+                    display.report(name, state, ratio)
+
             async def welcome() -> None:
-                await wait_until_ready(
-                    {one: addresses[f"{one}-metrics-address"] for one in METRICS}, display.report
-                )
+                await wait_until_ready({one: addresses[f"{one}-metrics-address"] for one in METRICS}, report)
                 supervisor.starting = False
                 display.close()
                 display.say(_welcome(config, name, addresses, time.monotonic() - began))

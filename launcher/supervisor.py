@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from common.lifecycle import stop_signals
 from launcher.children import ChildSpec
 from launcher.preflight import ROOT
 
@@ -21,17 +22,12 @@ STOP_AFTER_FAILURE_S = 5.0
 
 
 class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP of the loop: the first asks for an orderly end, the second ends all at once.
-
-    A terminal that closes sends SIGHUP. Where it was ignored from the start, as `nohup` does, it still is.
-    """
+    """`stop_signals` of the loop: the first asks for an orderly end, the second ends all at once."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue
+        for number in stop_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._count)
 
     def _count(self) -> None:
@@ -119,6 +115,11 @@ class Supervisor:
         self._first_delay_s = first_delay_s
         self._stopping = asyncio.Event()
 
+    @property
+    def stopping(self) -> bool:
+        """Whether children are about to end, as was asked for or because one can't be kept running."""
+        return self._stop.first.is_set() or self._stopping.is_set()
+
     async def run(self) -> int:
         """Starts all children; returns the launcher's exit status when all have ended."""
         stop = asyncio.create_task(self._stop.first.wait())
@@ -144,10 +145,12 @@ class Supervisor:
                 break
             name, ended = child.spec.name, describe_end(status)
             if status == CONFIGURATION_ERROR and self.starting:
+                self._stopping.set()
                 self._say(f"{name} refused its configuration ({ended}; its reason is above); stopping")
                 return CONFIGURATION_ERROR
             delay = budget.next_delay(asyncio.get_running_loop().time())
             if delay is None:
+                self._stopping.set()
                 self._say(
                     f"{name} ended ({ended}), {MAX_RESTARTS} restarts in five minutes did not help; stopping"
                 )

@@ -121,7 +121,7 @@ class Engine:
             )
         limit = self.config.max_waiting_requests
         if len(scheduler.waiting) >= limit and not submit.prior_outputs:
-            message = f"{len(scheduler.waiting)} requests wait already; the limit is {limit}"
+            message = f"requests that wait already: {len(scheduler.waiting)}; the limit is {limit}"
             raise RefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, retry_delay_s=retry_delay)
         limit, here = submit.max_tenant_requests, self._tenants[submit.tenant]
         if limit and here >= limit:
@@ -196,7 +196,7 @@ class Engine:
             try:
                 await self._serve(epoch)
             except ShardError as error:
-                log.error("shard lost: %s; %d requests wait for it", error, len(self._requests))
+                log.error("shard lost: %s; requests that wait for it: %d", error, len(self._requests))
                 self._recover(epoch)
                 await asyncio.sleep(RETRY_DELAY_S)
             finally:

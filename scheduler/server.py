@@ -43,7 +43,7 @@ HEALTH_PERIOD_S = 0.2
 
 
 async def serve(config: SchedulerConfig) -> None:
-    """Serves until SIGTERM, then drains.
+    """Serves until SIGTERM, SIGINT or SIGHUP, then drains.
 
     Raises:
         AddressError: an address is wrong or taken, or open to other machines without TLS.

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar
 
 import grpc
 
@@ -26,6 +26,8 @@ from scheduler.outbox import Outbox
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class SchedulerService(SchedulerServiceServicer):
     """Carries submits and aborts to the engine, and each step's tokens back."""
@@ -33,6 +35,7 @@ class SchedulerService(SchedulerServiceServicer):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._outboxes: dict[Outbox, asyncio.Task[None]] = {}
+        self._closing = asyncio.Event()
 
     async def Serve(  # noqa: N802
         self,
@@ -40,7 +43,7 @@ class SchedulerService(SchedulerServiceServicer):
         context: grpc.aio.ServicerContext[ServeRequest, ServeResponse],
     ) -> AsyncIterator[ServeResponse]:
         """Hello, Welcome; then until either side ends the stream, which aborts the router's requests."""
-        first = await anext(aiter(request_iterator), ServeRequest())
+        first = await self._unless_closing(anext(aiter(request_iterator), ServeRequest()), context)
         if first.WhichOneof("message") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be hello")
         if abs(first.hello.protocol_version - PROTOCOL_VERSION) > 1:
@@ -49,7 +52,7 @@ class SchedulerService(SchedulerServiceServicer):
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"{message}{PROTOCOL_VERSION}; they may be one apart",
             )
-        await self._engine.ready.wait()
+        await self._unless_closing(self._engine.ready.wait(), context)
         yield ServeResponse(welcome=self._welcome())
         outbox = Outbox()
         reader = asyncio.create_task(self._read(request_iterator, outbox))
@@ -79,6 +82,21 @@ class SchedulerService(SchedulerServiceServicer):
         if not self._engine.scheduler:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the replica is starting")
         return block_map(self._engine.scheduler)
+
+    async def _unless_closing(
+        self, awaitable: Awaitable[T], context: grpc.aio.ServicerContext[ServeRequest, ServeResponse]
+    ) -> T:
+        """Awaits it, but ends the call once streams close: the server's stop would do so with a traceback."""
+        wanted = asyncio.ensure_future(awaitable)
+        closing = asyncio.create_task(self._closing.wait())
+        try:
+            await asyncio.wait({wanted, closing}, return_when=asyncio.FIRST_COMPLETED)
+            if not wanted.done():
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the scheduler is stopping")
+            return wanted.result()
+        finally:
+            wanted.cancel()
+            closing.cancel()
 
     def _welcome(self) -> Welcome:
         scheduler, description = self._engine.scheduler, self._engine.description
@@ -119,6 +137,7 @@ class SchedulerService(SchedulerServiceServicer):
             outbox.add_message(ServeResponse(draining=Draining()))
 
     def close_streams(self) -> None:
-        """Ends every stream; routers resume what is left on another replica."""
+        """Ends every stream, also those still to come; routers resume what is left on another replica."""
+        self._closing.set()
         for reader in self._outboxes.values():
             reader.cancel()

@@ -152,3 +152,15 @@ def test_a_scheduler_says_that_it_waits_for_its_shard() -> None:
         assert process.wait(20) == 0
     assert "waiting for the shard at 127.0.0.1:1" in line
     assert "UNAVAILABLE" in line
+
+
+def test_a_wrong_scheduler_setting_is_said_once_and_last(tiny_model_folder: Path) -> None:
+    ports = [f"--{process}-metrics-address=127.0.0.1:0" for process in ("router", "scheduler", "shard")]
+    flags = (f"--model={tiny_model_folder}", "--listen-address=127.0.0.1:0", "--max-model-len=100000")
+
+    done = start("launcher", "serve", *flags, *ports)
+
+    assert done.returncode == 2
+    assert done.stderr.count("--max-model-len 100000 is above the 2048 tokens of the model") == 1
+    assert "Traceback" not in done.stderr
+    assert done.stdout.splitlines()[-1].startswith("scheduler refused its configuration")

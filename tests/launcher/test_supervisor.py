@@ -85,6 +85,18 @@ async def test_a_configuration_error_at_start_is_not_retried(events: Events, sto
     assert lines == ["scheduler refused its configuration (exit status 2; its reason is above); stopping"]
 
 
+async def test_what_says_that_it_stops_stops_already(events: Events, stop: StopSignals) -> None:
+    said: list[tuple[str, bool]] = []
+    wrong = child("scheduler", "sys.exit(2)", events[0])
+    supervisor = Supervisor([wrong], stop, lambda line: said.append((line, supervisor.stopping)))
+
+    await supervisor.run()
+
+    [(line, stopping)] = said
+    assert line.endswith("stopping")
+    assert stopping
+
+
 async def test_status_2_is_an_ordinary_death_once_all_were_ready(events: Events, stop: StopSignals) -> None:
     lines: list[str] = []
     supervisor, run = running(lines, stop, child("scheduler", "sys.exit(2)", events[0]))

@@ -165,3 +165,23 @@ async def test_a_wrong_first_message_is_refused(
     await call.write(first)
 
     assert await call.code() is code
+
+
+@pytest.mark.parametrize("first", [[], [HELLO]])
+async def test_a_stream_that_was_not_welcomed_ends_with_the_others(first: list[ServeRequest]) -> None:
+    stack = Stack()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    add_SchedulerServiceServicer_to_server(stack.service, server)
+    port = bind(server, "127.0.0.1:0")
+    await server.start()
+    # No engine runs, so it is never ready.
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = stack.connect(channel)
+        for message in first:
+            await call.write(message)
+
+        stack.service.close_streams()
+
+        async with asyncio.timeout(10):
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+    await server.stop(0)
