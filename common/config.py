@@ -7,6 +7,7 @@ Order: flag, then environment (`PAGODA_<SERVICE>_<FIELD>`), then the service's s
 import argparse
 import dataclasses
 import os
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -75,6 +76,8 @@ def load(
 ) -> T:
     """Reads `cls` for `service`; on a wrong setting prints one line and exits with status 2."""
     parser = _parser(cls, service, prog or f"python -m {service}")
+    if strange := _unknown_variables(cls, service, environ):
+        print(f"{parser.prog}: no option has these variables, so they do nothing: {strange}", file=sys.stderr)
     flags = vars(parser.parse_args(argv))
     flags.pop("config", None)
     config_file = config_path(service, argv, environ)
@@ -93,6 +96,16 @@ def config_path(
     parser.add_argument("--config", default=environ.get(f"PAGODA_{service.upper()}_CONFIG"))
     path: str | None = parser.parse_known_args(argv)[0].config
     return path or None
+
+
+def _unknown_variables(cls: type[Any], service: str, environ: Mapping[str, str]) -> str:
+    """Those that look like options of `service` and aren't.
+
+    They are no error: for a Service named `pagoda-shard`, Kubernetes sets `PAGODA_SHARD_PORT` and its like.
+    """
+    prefix = f"PAGODA_{service.upper()}_"
+    known = {prefix + name.upper() for name in ("config", *(field.name for field in dataclasses.fields(cls)))}
+    return ", ".join(sorted(name for name in environ if name.startswith(prefix) and name not in known))
 
 
 def _exit(parser: argparse.ArgumentParser, message: str) -> NoReturn:
@@ -215,9 +228,10 @@ def _convert(cls: type[Any], name: str, raw: Any, source: str, bounds: Bounds) -
         too_low = bounds.minimum is not None and not value >= bounds.minimum
         too_high = bounds.maximum is not None and not value <= bounds.maximum
         if too_low or too_high:
-            unit = f" {bounds.unit}" if bounds.unit else ""
-            limit = f"at least {_number(bounds.minimum)}" if too_low else f"at most {_number(bounds.maximum)}"
-            raise ConfigError(f"{source}: {raw} must be {limit}{unit}")
+            limit = bounds.minimum if too_low else bounds.maximum
+            unit = bounds.unit.removesuffix("s") if limit == 1 else bounds.unit
+            words = f"at {'least' if too_low else 'most'} {_number(limit)} {unit}"
+            raise ConfigError(f"{source}: {raw} must be {words.rstrip()}")
     return value
 
 

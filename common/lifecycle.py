@@ -32,10 +32,19 @@ def calm_garbage_collector() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask for an orderly end: SIGTERM, SIGINT and SIGHUP.
+
+    A terminal that closes sends SIGHUP. Where it was ignored from the start, as `nohup` does, it still is.
+    """
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, *hangup]
+
+
 def stop_event() -> asyncio.Event:
-    """An event of the running loop that SIGTERM or SIGINT sets."""
+    """An event of the running loop that each of `stop_signals` sets."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         loop.add_signal_handler(number, event.set)
     return event

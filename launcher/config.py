@@ -109,6 +109,7 @@ class ServeConfig:
     trace_sample_ratio: float | None = option(
         "Share of requests to trace, of those whose client didn't decide", default=None, minimum=0, maximum=1
     )
+    exit_with_parent: bool = option("Exit when standard input closes", default=False)
 
 
 @dataclass(frozen=True)

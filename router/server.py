@@ -137,7 +137,7 @@ class Router:
 
 
 async def run(config: RouterConfig) -> None:
-    """Serves until SIGTERM or SIGINT, then drains.
+    """Serves until SIGTERM, SIGINT or SIGHUP, then drains.
 
     Raises:
         ModelFilesError: a file of the model folder is missing or broken.

@@ -15,7 +15,7 @@ import torch
 
 import kernels
 from common.config import ConfigError, load
-from common.lifecycle import exit_with_parent
+from common.lifecycle import exit_with_parent, stop_signals
 from common.logs import setup
 from common.paths import cache_root
 from common.probes import Probes, serve_probes
@@ -137,7 +137,7 @@ def _device(wanted: str) -> torch.device:
 
 
 def serve(config: ShardConfig) -> None:
-    """Serves until SIGTERM or SIGINT, and then until the scheduler closes its stream or grace ends.
+    """Serves until SIGTERM, SIGINT or SIGHUP, and then until the scheduler closes its stream or grace ends.
 
     A whole process group gets these signals at once; a shard that left first would take the tokens of
     requests that the scheduler is still draining.
@@ -154,7 +154,7 @@ def serve(config: ShardConfig) -> None:
     def ask(_signal: int, _frame: FrameType | None) -> None:
         stop_asked.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         signal.signal(number, ask)
 
     probes = Probes(STALL_LIMIT_S)

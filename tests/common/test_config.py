@@ -70,7 +70,7 @@ def test_types_are_converted() -> None:
     ("flags", "message"),
     [
         (["--size", "9"], "--size: 9 must be at most 8 tokens"),
-        (["--size", "0"], "--size: 0 must be at least 1 tokens"),
+        (["--size", "0"], "--size: 0 must be at least 1 token"),
         (["--size", "4.5"], "--size: '4.5' is not a whole number"),
         (["--capacity", str(2**46 + 1)], "--capacity: 70368744177665 must be at most 70368744177664 bytes"),
         (["--share", "much"], "--share: 'much' is not a number"),
@@ -137,6 +137,15 @@ def test_a_wrong_variable_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         read(PAGODA_EXAMPLE_SIZE="99")
 
     assert "PAGODA_EXAMPLE_SIZE: 99 must be at most 8 tokens" in capsys.readouterr().err
+
+
+def test_an_unknown_variable_is_named_and_does_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    strange = {"PAGODA_EXAMPLE_SISE": "2", "PAGODA_EXAMPLE_PORT": "tcp://10.0.0.1:1"}
+
+    assert read(PAGODA_EXAMPLE_SIZE="3", PAGODA_OTHER_SIZE="4", **strange) == Example(size=3)
+
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith("so they do nothing: PAGODA_EXAMPLE_PORT, PAGODA_EXAMPLE_SISE")
 
 
 def test_a_required_option_says_how_to_give_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,8 @@ def _values(field: "dataclasses.Field[Any]", kind: Any) -> str:
         limits = f"{_number(bounds.minimum)} to {_number(bounds.maximum)}"
     elif bounds.minimum is not None:
         limits = f"at least {_number(bounds.minimum)}"
-    return f"{limits} {bounds.unit}".strip()
+    unit = bounds.unit.removesuffix("s") if limits == "at least 1" else bounds.unit
+    return f"{limits} {unit}".strip()
 
 
 def _number(value: float) -> str:
