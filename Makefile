@@ -20,7 +20,7 @@ INSTALL = @command -v $(PYTHON) >/dev/null \
 LISTS := pyproject.toml constraints.txt
 BENCHMARKS := kernels startup latency throughput serving
 
-.PHONY: help serve chat test check format protos kernels bench bench-gpu peers clean
+.PHONY: help serve chat test check format protos kernels bench bench-gpu gpu-there peers clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -57,7 +57,7 @@ bench: $(STUBS) $(KERNELS) $(DEV) $(MODEL_PACKAGE) ## Measure on this CPU agains
 	@set -e; for one in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$one --output $(ARGS); done
 	@$(BIN)/python -m benchmarks.document
 
-bench-gpu: $(STUBS) $(DEV) ## Check and measure on an NVIDIA GPU; ARGS="--shapes llama-1b" adds flags
+bench-gpu: gpu-there $(STUBS) $(DEV) ## Check and measure on an NVIDIA GPU; ARGS="--shapes llama-1b" adds flags
 	@$(BIN)/python -m benchmarks.gpu --output $(ARGS)
 	@$(BIN)/python -m benchmarks.document
 
@@ -83,6 +83,11 @@ $(MODEL_PACKAGE): pyproject.toml | $(RUNTIME)
 # Where they can't be compiled, targets go on without, and say so again each time: no stamp is left.
 $(KERNELS): $(RUNTIME) $(wildcard kernels/cpu/*)
 	@if $(BUILD_KERNELS); then touch $@; else echo "Going on without them."; fi
+
+# Before anything is installed; WSL shows a GPU as /dev/dxg.
+gpu-there:
+	@[[ "$(ARGS)" == *--device?cpu* ]] || compgen -G "/dev/nvidia[0-9]*" >/dev/null || [[ -e /dev/dxg ]] \
+		|| { echo 'No NVIDIA GPU is here; ARGS="--device cpu" runs the same on this CPU'; exit 1; }
 
 # Folders count too: a proto that goes away changes its folder.
 $(STUBS): $(RUNTIME) $(shell find protos/pagoda)

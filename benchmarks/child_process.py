@@ -1,4 +1,7 @@
-"""Contenders that run as processes of their own, each in its own session, with a log in build/benchmarks."""
+"""Contenders that run as processes of their own, each in its own session, with a log in build/benchmarks.
+
+Each is to end when its standard input closes, as it does however this process ends.
+"""
 
 import contextlib
 import os
@@ -12,6 +15,18 @@ from benchmarks.command import BenchmarkError
 from benchmarks.results import ROOT
 
 LOGS: Final = ROOT / "build" / "benchmarks"
+
+
+# What marks a line of a log as the reason for an end, the surest first.
+SIGNS: Final = ("python -m ", " ERROR ", "Error: ")
+
+
+def reason(said: Sequence[str]) -> str:
+    """Of the lines of a log, the last of those that are likeliest to say why its process ended."""
+    for sign in SIGNS:
+        if found := [line for line in said if sign in line]:
+            return found[-1]
+    return said[-1] if said else ""
 
 
 class ChildProcess:
@@ -55,26 +70,31 @@ class ChildProcess:
         """It ended too early."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
-        said = self.log.read_text(errors="replace").strip().splitlines()
-        reason = f": {said[-1][:300]}" if said else ""
-        return BenchmarkError(
-            f"{self.name} ended with status {self.process.returncode}{reason}; see {self.log}"
-        )
+        said = reason(self.log.read_text(errors="replace").strip().splitlines())
+        why = f": {said[:300]}" if said else ""
+        status = self.process.returncode
+        return BenchmarkError(f"{self.name} ended with status {status}{why}; see {self.log}")
 
     def close(self, grace_s: float = 45.0, terminate: bool = True) -> None:
-        """Closes its standard input and, with `terminate`, sends SIGTERM; after `grace_s` seconds ends it."""
+        """Closes its standard input or, with `terminate`, sends SIGTERM; after `grace_s` seconds ends it."""
         assert self.process.stdin  # noqa: S101
         assert self.process.stdout  # noqa: S101
         try:
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.close()
-            if terminate and self.process.poll() is None:
-                self.process.send_signal(signal.SIGTERM)
+            if terminate:
+                self.process.terminate()
+            else:
+                self._close_input()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(grace_s)
         finally:
+            self._close_input()
             # Also what it left behind in its session.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self.process.stdout.close()
+
+    def _close_input(self) -> None:
+        assert self.process.stdin  # noqa: S101
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()

@@ -2,16 +2,19 @@
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from benchmarks.results import FOLDER, Results
+from common.lifecycle import stop_signals
 from scheduler.admission import RefusedError
+
+WITHOUT_KERNELS: Final = "no CPU kernels are built, so these are figures of plain PyTorch: run `make kernels`"
 
 
 class BenchmarkError(Exception):
@@ -40,11 +43,12 @@ class Parser(BareParser):
 
     def __init__(self, name: str, description: str | None) -> None:
         super().__init__(name, description)
+        self._sizes: dict[str, tuple[Any, Any]] = {}
         add = self.add_argument
         add(
             "--quick",
             action="store_true",
-            help="little work, to see that everything runs; figures mean nothing",
+            help="little work unless flags ask for more, to see that everything runs; figures mean nothing",
         )
         add("--rounds", type=positive_int, help="runs of each contender, in turn; medians are printed")
         add(
@@ -56,17 +60,27 @@ class Parser(BareParser):
             help=f"keep the lines there; without a value in benchmarks/{FOLDER.name}",
         )
 
-    def add_model(self) -> None:
-        """Which model, where and in which type."""
-        self.add_argument(
-            "--model", type=Path, help="model folder or .gguf file; by default the embedded model"
-        )
-        self.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where everybody computes")
-        self.add_argument(
-            "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights"
-        )
+    def add_size(self, flag: str, default: Any, quick: Any, help: str, **more: Any) -> None:  # noqa: A002
+        """A flag with another default in quick runs."""
+        self._sizes[flag.removeprefix("--").replace("-", "_")] = (default, quick)
+        text = f"{help} (default: {default}; with --quick: {quick})"
+        self.add_argument(flag, default=argparse.SUPPRESS, help=text, **more)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """With every size."""
+        options = super().parse_args(args, namespace)
+        for name, (default, quick) in self._sizes.items():
+            if not hasattr(options, name):
+                setattr(options, name, quick if options.quick else default)
+        return options
+
+    def add_serve_flags(self) -> None:
+        """How Pagoda is started."""
         self.add_argument(
             "--serve-flags",
+            type=shell_words,
             default="",
             metavar="FLAGS",
             help="further flags of `launcher serve`, in one string",
@@ -80,13 +94,22 @@ class Parser(BareParser):
 
 
 def serve_flags(options: argparse.Namespace) -> str:
-    """Of `launcher serve`: what the flags of `Parser.add_model` ask of it."""
+    """Of `launcher serve`: what the model's flags and those of `Parser.add_serve_flags` ask of it."""
     return f"--device {options.device} --dtype {options.dtype} {options.serve_flags}"
 
 
 def settle_s(options: argparse.Namespace) -> float:
     """How long a run may wait for the machine to fall quiet."""
     return 0.0 if options.quick else 5.0
+
+
+def shell_words(text: str) -> str:
+    """Of a flag: words as a shell takes them."""
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+    return text
 
 
 def positive_int(text: str) -> int:
@@ -112,7 +135,8 @@ def count(text: str) -> int:
 
 @contextmanager
 def failing_in_one_line(prog: str) -> Iterator[None]:
-    """Ends the process in one line where it can't go on, and on Ctrl-C."""
+    """Ends the process in one line where it can't go on, and on Ctrl-C, SIGTERM or a closed terminal."""
+    previous = {number: signal.signal(number, signal.default_int_handler) for number in stop_signals()}
     try:
         yield
     except (BenchmarkError, RefusedError, OSError) as error:
@@ -123,22 +147,28 @@ def failing_in_one_line(prog: str) -> Iterator[None]:
     except KeyboardInterrupt:
         print(f"{prog}: stopped", file=sys.stderr)
         sys.exit(130)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def execute(parser: Parser, arguments: Sequence[str] | None, body: Callable[[Any, Results], None]) -> None:
     """Parses, runs `body` and ends the process in one line where it can't; contenders end with it."""
     options = parser.parse_args(arguments)
-    previous = signal.signal(signal.SIGTERM, _interrupt)
-    results = Results(parser.name, options.output, vars(options))
-    complete = False
-    try:
-        with failing_in_one_line(parser.prog):
+    with failing_in_one_line(parser.prog):
+        results = _results(parser.name, options)
+        complete = False
+        try:
+            if options.device == "cpu" and not results.cpu_kernels:
+                print(f"{parser.prog}: {WITHOUT_KERNELS}", file=sys.stderr)
             body(options, results)
             complete = True
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-        results.close(complete)
+        finally:
+            results.close(complete)
 
 
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _results(name: str, options: argparse.Namespace) -> Results:
+    try:
+        return Results(name, options.output, vars(options))
+    except OSError as error:
+        raise BenchmarkError(f"--output {options.output}: {error.strerror}") from None

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.command import BareParser, failing_in_one_line
+from benchmarks.plot import pyplot
 from benchmarks.results import FOLDER, ROOT
 
 DOCUMENT: Final = ROOT / "docs" / "performance.md"
@@ -39,8 +41,10 @@ def table(lines: Lines | None) -> str:
     where = f"{hardware['cores']} cores of {hardware['cpu']}, {hardware['memory_gib']:.0f} GiB"
     where += f", {hardware['gpu']}" if "gpu" in hardware else ""
     said = (
-        f"{head['date']}, commit `{head['commit']}`, {where}; Python {head['python']}, torch {head['torch']}."
+        f"{head['date']}, commit `{head['commit']}`, {where}; Python {head['python']}, torch {head['torch']}"
     )
+    if "gpu" not in hardware and not head.get("cpu_kernels", True):
+        said += "; without compiled CPU kernels"
     cells = [("What", "Ours", "Other", "Ratio", "Of the limit"), ("---", "---:", "---:", "---:", "---:")]
     for row in rows:
         unit = row["unit"]
@@ -54,7 +58,7 @@ def table(lines: Lines | None) -> str:
                 "" if row["limit_fraction"] is None else f"{row['limit_fraction']:.0%}".replace("%", " %"),
             )
         )
-    return said + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in cells)
+    return said + ".\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in cells)
 
 
 def _model(row: dict[str, Any], rows: Lines) -> str:
@@ -103,15 +107,10 @@ def ratios(folder: Path = FOLDER) -> list[tuple[str, float]]:
 
 
 def plot(shown: Sequence[tuple[str, float]], path: Path) -> None:
-    """Bars from 1, which is as good as the peer. Needs matplotlib, from the extra `bench`."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
+    """Bars from 1, which is as good as the peer."""
     names = [name for name, _ in reversed(shown)]
     values = [value for _, value in reversed(shown)]
-    figure, axes = pyplot.subplots(figsize=(9, 0.6 + 0.3 * len(shown)), dpi=130)
+    figure, axes = pyplot().subplots(figsize=(9, 0.6 + 0.3 * len(shown)), dpi=130)
     colours = ["tab:blue" if value >= 1 else "tab:orange" for value in values]
     bars = axes.barh(names, [value - 1 for value in values], left=1, color=colours)
     axes.bar_label(bars, [f" {value:.2f} " for value in values], fontsize=8)
@@ -122,14 +121,17 @@ def plot(shown: Sequence[tuple[str, float]], path: Path) -> None:
     axes.margins(x=0.15)
     figure.tight_layout()
     figure.savefig(path)
-    pyplot.close(figure)
+    pyplot().close(figure)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Rewrites the page and the picture."""
-    DOCUMENT.write_text(generated(DOCUMENT.read_text()))
-    if shown := ratios():
-        plot(shown, PLOT)
+    parser = BareParser("document", __doc__)
+    parser.parse_args(arguments)
+    with failing_in_one_line(parser.prog):
+        if shown := ratios():
+            plot(shown, PLOT)
+        DOCUMENT.write_text(generated(DOCUMENT.read_text()))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,7 @@ REFERENCE = "reference"
 def parse() -> Parser:
     """Flags."""
     parser = Parser("kernels", __doc__)
-    parser.add_model()
-    models.add_shape(parser)
+    models.add_flags(parser)
     parser.add_argument("--only", default="", metavar="WORD", help="cases whose name has it")
     return parser
 

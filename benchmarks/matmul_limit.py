@@ -1,8 +1,8 @@
 """What no engine can beat here: the model's matrix products alone, at the batch shapes of the steps it ran.
 
-Weights have memory of their own per layer, as a model's have. Each batch size runs the fastest of what torch
-offers: `linear` on plain weights, or, on a CPU, on weights prepacked for oneDNN. Logits are computed only for
-the rows that are sampled.
+Weights have memory of their own per layer, as a model's have. Each batch size runs the fastest of what there
+is: torch's `linear` on plain weights and, on a CPU, on weights prepacked for oneDNN, or our own kernels on
+weights packed for them. Logits are computed only for the rows that are sampled.
 """
 
 import time
@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+import kernels
 from benchmarks.shard_alone import limits_for, record
-from benchmarks.workload import Run, Work, output_tokens
+from benchmarks.workload import Answer, Run, Work, output_tokens
 from shard.model_config import ModelConfig, load_model_config
 
 # Of the batch, as a hint to oneDNN's choice of layout.
@@ -47,6 +48,8 @@ class MatmulLimit:
         # By kind of product: those of all layers in order, and the head.
         self._kinds = [_kind(weights, head, _plain)]
         self._kinds += [_kind(weights, head, partial(_packed, hint)) for hint in hints]
+        if device.type == "cpu" and kernels.cpu_kernels():
+            self._kinds.append(_kind(weights, head, _ours))
         self._fastest: dict[Shape, tuple[list[Product], Product]] = {}
 
     def _weight(self, rows: int, columns: int) -> Tensor:
@@ -118,6 +121,10 @@ def _packed(hint: int, weight: Tensor) -> Product:
     )
 
 
+def _ours(weight: Tensor) -> Product:
+    return Product(weight.shape[1], kernels.prepare_linear(weight, weight.dtype).forward)
+
+
 def _step(layers: list[Product], head: Product, batch: dict[int, Tensor], rows: dict[int, Tensor]) -> None:
     for product in layers:
         product.run(batch[product.width])
@@ -134,10 +141,16 @@ class LimitContender:
         self._vocab_size, self._device = vocab_size, device
 
     def run(self, work: Work) -> Run:
-        """The products of the steps that this work takes."""
+        """The products of the steps that this work takes. A request alone is timed as its client would."""
         steps = record(work, limits_for(work, self._vocab_size, self._device))
         shapes = [(step.num_tokens, step.num_rows) for step in steps]
-        return Run(self._limit.seconds(shapes), output_tokens(work))
+        if len(work) > 1:
+            return Run(self._limit.seconds(shapes), output_tokens(work))
+        first = next(index for index, (_, rows) in enumerate(shapes, 1) if rows)
+        tokens = work[0].max_tokens
+        ttft_s = self._limit.seconds(shapes[:first])
+        end_s = ttft_s + self._limit.seconds(shapes[first:])
+        return Run(end_s, tokens, (Answer(tokens, ttft_s, end_s),))
 
     def close(self) -> None:
         """Nothing outlives this process."""

@@ -22,11 +22,13 @@ class Model:
     name: str
 
 
-def add_shape(parser: Parser) -> None:
-    """The flag for random weights."""
-    parser.add_argument(
-        "--model-shape", choices=SHAPES, help="random weights of this shape instead of --model"
-    )
+def add_flags(parser: Parser) -> None:
+    """Which model, where and in which type."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", type=Path, help="model folder or .gguf file; by default the embedded model")
+    which.add_argument("--model-shape", choices=SHAPES, help="random weights of this shape")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where everybody computes")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
 
 
 def find(options: Namespace) -> Model:
@@ -35,8 +37,7 @@ def find(options: Namespace) -> Model:
     Raises:
         BenchmarkError: there is no such model, or it can't be converted.
     """
-    shape: str | None = getattr(options, "model_shape", None)
-    if shape:
+    if shape := options.model_shape:
         return _model(random_model(shape, options.dtype), None, shape)
     if options.model and options.model.is_dir():
         return _model(options.model.resolve(), None, options.model.name)

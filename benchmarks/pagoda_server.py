@@ -3,7 +3,6 @@
 import asyncio
 import re
 import shlex
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -15,40 +14,22 @@ import grpc
 from benchmarks.child_process import ChildProcess
 from benchmarks.command import BenchmarkError
 from benchmarks.workload import Answer, Run, Work, WorkRequest
+from launcher.preflight import claim_addresses
 from pagoda.v1 import inference_pb2 as pb
 from pagoda.v1.inference_pb2_grpc import InferenceServiceStub
 from pagoda.v1.sampling_pb2 import SamplingParams
 
-# Apart from every default, and from the ports that the kernel hands out.
-PORTS: Final = range(54000, 55000)
 METRICS: Final = ("router", "scheduler", "shard")
-
-
-def free_port() -> int:
-    """A port of `PORTS` that nobody listens on."""
-    offset = time.monotonic_ns() // 1000
-    for index in range(len(PORTS)):
-        port = PORTS[(offset + index * 7) % len(PORTS)]
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
-    raise OSError(f"every port from {PORTS.start} to {PORTS.stop} is taken")
 
 
 def serve_command(model: Path, flags: str) -> tuple[list[str], str]:
     """The launcher's command line, and the address that it will listen on."""
-    address = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "launcher", "serve", "--model", str(model), "--listen-address", address]
-    taken = {address}
-    for name in METRICS:
-        while (metrics := f"127.0.0.1:{free_port()}") in taken:
-            pass
-        taken.add(metrics)
-        command += [f"--{name}-metrics-address", metrics]
-    return [*command, *shlex.split(flags)], address
+    options = ("listen-address", *(f"{name}-metrics-address" for name in METRICS))
+    addresses = claim_addresses(dict.fromkeys(options, "127.0.0.1:0"))
+    command = [sys.executable, "-m", "launcher", "serve", "--exit-with-parent", "--model", str(model)]
+    for option, address in addresses.items():
+        command += [f"--{option}", address]
+    return [*command, *shlex.split(flags)], addresses["listen-address"]
 
 
 class PagodaServer:

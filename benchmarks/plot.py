@@ -2,20 +2,33 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from benchmarks.command import BenchmarkError
 from benchmarks.sustainable import Point
 
 MARKERS = "osd^vx"
 
 
-def plot_latency(curves: Mapping[str, Sequence[Point]], bound_s: float, title: str, path: Path) -> None:
-    """Writes a PNG with one line per server. Needs matplotlib, from the extra `bench`."""
-    import matplotlib as mpl
+def pyplot() -> Any:
+    """Matplotlib's, for files alone.
 
+    Raises:
+        BenchmarkError: it isn't installed.
+    """
+    try:
+        import matplotlib as mpl
+    except ModuleNotFoundError:
+        raise BenchmarkError("plots need matplotlib, which `make bench` and `make test` install") from None
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8.5, 4.5), dpi=130)
+    return pyplot
+
+
+def plot_latency(curves: Mapping[str, Sequence[Point]], bound_s: float, title: str, path: Path) -> None:
+    """Writes a PNG with one line per server."""
+    figure, axes = pyplot().subplots(figsize=(8.5, 4.5), dpi=130)
     for marker, (name, points) in zip(MARKERS, curves.items(), strict=False):
         rates, latencies = zip(*points, strict=True)
         # The first one thick, as the second may lie on it.
@@ -38,4 +51,4 @@ def plot_latency(curves: Mapping[str, Sequence[Point]], bound_s: float, title: s
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path)
-    pyplot.close(figure)
+    pyplot().close(figure)

@@ -1,7 +1,6 @@
 """Llama-shaped models with random weights, made when first asked for and kept in the user's cache."""
 
 import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any, Final
@@ -65,7 +64,12 @@ def random_model(shape: str, dtype: str = "bfloat16") -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as made:
             write_model(Path(made) / shape, SHAPES[shape], dtype)
-            shutil.move(Path(made) / shape, folder)
+            try:
+                (Path(made) / shape).rename(folder)
+            except OSError:
+                # Another process was faster.
+                if not folder.exists():
+                    raise
     return folder
 
 

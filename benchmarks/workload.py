@@ -36,7 +36,7 @@ def make(lengths: Sequence[tuple[int, int]], vocab_size: int, seed: int = 0) -> 
 
 
 def offline(vocab_size: int, count: int = 64, seed: int = 0) -> list[WorkRequest]:
-    """All at once: prompts of 64 to 192 tokens, outputs of 32 to 160 (DESIGN.md, section 10)."""
+    """All at once: prompts of 64 to 192 tokens, outputs of 32 to 160."""
     rng = random.Random(f"offline {seed}")  # noqa: S311
     lengths = [(rng.randint(64, 192), rng.randint(32, 160)) for _ in range(count)]
     return make(lengths, vocab_size, seed)

@@ -1,8 +1,8 @@
 """The policy: who runs in the next step, with which blocks, and what a result means.
 
 First come, first served, within a priority. The latest-arrived running request is preempted first, whole. A
-plan is made in two passes (DESIGN: policy): first blocks are secured in order of rank, and victims chosen;
-then the token budget is spent, decodes before prefill chunks. So a victim is never in the command already.
+plan is made in two passes: first blocks are secured in order of rank, and victims chosen; then the token
+budget is spent, decodes before prefill chunks. So a victim is never in the command already.
 """
 
 from bisect import bisect_left, insort

@@ -57,7 +57,7 @@ PEERS: Final[dict[str, Recipe]] = {
 
 
 def install(name: str) -> Path:
-    """The Python of a peer's environment, which is made if it isn't there.
+    """The Python of a peer's environment, which is made anew unless it is there and complete.
 
     Raises:
         BenchmarkError: pip failed; it said why on standard error.
@@ -69,9 +69,10 @@ def install(name: str) -> Path:
     if stamp.exists() and stamp.read_text() == wanted:
         return python
     print(f"Installing {', '.join(recipe.requirements)} into {folder}", file=sys.stderr, flush=True)
-    commands = [[str(python), "-m", "pip", "install", "--quiet", *recipe.requirements]]
-    if not python.exists():
-        commands.insert(0, [sys.executable, "-m", "venv", str(folder)])
+    stamp.unlink(missing_ok=True)
+    # What an interrupted installation left may lack anything, pip included.
+    commands = [[sys.executable, "-m", "venv", "--clear", str(folder)]]
+    commands.append([str(python), "-m", "pip", "install", "--quiet", *recipe.requirements])
     if recipe.unwanted:
         commands.append([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *recipe.unwanted])
     for command in commands:

@@ -1,30 +1,25 @@
-"""The benchmarks against others: they run small, print the lines they promise, and refuse in one line."""
+"""The benchmarks against others: they run small and print the lines they promise."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks import document, gpu, kernels, latency, peers, results, serving, startup, throughput
-from benchmarks.command import BenchmarkError
+from benchmarks import document, gpu, kernels, latency, results, serving, throughput
 from benchmarks.contest import contest
-from benchmarks.peers import Peer, Recipe
-from benchmarks.workload import Answer, Run, Work, make
+from benchmarks.matmul_limit import LimitContender
+from benchmarks.random_model import random_model
+from benchmarks.workload import Answer, Run, Work, make, single
 from tests.docs.pages import PAGES
 
 Capture = pytest.CaptureFixture[str]
 
+
 TINY = ["--quick", "--rounds=1", "--model-shape=tiny", "--dtype=float32"]
+
+
 FIELDS = {"benchmark", "name", "unit", "ours", "peer", "against", "ratio", "limit_fraction"}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random models are written once, and not into the user's cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def lines(capsys: Capture) -> list[dict[str, Any]]:
@@ -70,6 +65,28 @@ def test_four_bit_weights_are_compared_with_four_bit_weights() -> None:
     assert (between["ours"], between["limit_fraction"]) == (0.05, None)
 
 
+def test_the_time_between_tokens_has_a_limit_without_the_prompt() -> None:
+    def run(ttft_s: float, end_s: float) -> list[Run]:
+        return [Run(end_s, 11, (Answer(11, ttft_s, end_s),))]
+
+    runs = {latency.OURS: run(4.0, 6.0), latency.LIMIT: run(3.0, 4.0)}
+
+    rate, first, between = latency.lines(runs, [])
+
+    assert rate["limit_fraction"] == pytest.approx(4 / 6, abs=1e-3)
+    assert (first["limit_fraction"], between["limit_fraction"]) == (0.75, 0.5)
+
+
+def test_the_limit_of_a_request_alone_is_timed_as_its_client_would() -> None:
+    limit = LimitContender(random_model("tiny", "float32"), 512, "float32", "cpu")
+
+    run = limit.run(single(512, prompt=600, output=3))
+
+    [answer] = run.answers
+    assert answer.tokens == 3
+    assert 0 < answer.ttft_s < answer.end_s == run.seconds
+
+
 class Scripted:
     """Takes a given time for each run."""
 
@@ -105,42 +122,6 @@ def test_contenders_take_turns(one_at_a_time: bool, order: list[str]) -> None:
 
     assert log == order
     assert [run.tokens for run in runs["a"]] == [2, 3]
-
-
-PEER = """
-def load(options):
-    print("noise of a library")
-    def run(message):
-        if not message["requests"]:
-            raise ValueError("nothing asked")
-        times = [[0.25, 0.5] for _ in message["requests"]]
-        tokens = sum(one["max_tokens"] for one in message["requests"])
-        return {"seconds": 2.0, "tokens": tokens, "answers": times}
-    return run
-"""
-
-
-@pytest.fixture
-def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Peer:
-    (tmp_path / "scripted.py").write_text(PEER)
-    monkeypatch.setitem(peers.PEERS, "scripted", Recipe(str(tmp_path / "scripted"), ()))
-    monkeypatch.setattr(peers, "install", lambda name: Path(sys.executable))
-    return Peer("scripted", tmp_path, None, "cpu", "float32")
-
-
-def test_a_peer_answers_from_its_own_process(peer: Peer) -> None:
-    run = peer.run(make([(4, 6), (5, 8)], 512))
-    peer.close()
-
-    assert run == Run(2.0, 14, (Answer(6, 0.25, 0.5), Answer(8, 0.25, 0.5)))
-
-
-def test_a_peer_that_dies_says_why(peer: Peer) -> None:
-    with pytest.raises(
-        BenchmarkError, match=r"scripted ended with status 1: ValueError: nothing asked; see "
-    ):
-        peer.run([])
-    peer.close()
 
 
 def test_throughput_through_grpc_and_through_the_shard_alone(tmp_path: Path, capsys: Capture) -> None:
@@ -194,45 +175,6 @@ def test_the_gpu_command_runs_on_a_cpu(capsys: Capture) -> None:
     names = [line["name"] for line in lines(capsys)]
     assert names[0] == "10 layers, 1 decode at 256 tokens"
     assert names[-1] == "shard alone against matmul limit"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_gpu_is_one_line(capsys: Capture) -> None:
-    with pytest.raises(SystemExit, match="1"):
-        gpu.main([])
-
-    printed = capsys.readouterr()
-    assert printed.err == "python -m benchmarks.gpu: no NVIDIA GPU is to be had: this torch sees none\n"
-    assert not printed.out
-
-
-@pytest.mark.parametrize("module", [gpu, kernels, latency, serving, startup, throughput])
-@pytest.mark.parametrize(
-    ("flags", "status", "message"),
-    [
-        (["--rounds", "0"], 2, "argument --rounds: must be at least 1, not 0"),
-        (["--no-such"], 2, "unrecognized arguments: --no-such"),
-        (["--device", "tpu"], 2, "argument --device: invalid choice: 'tpu'"),
-    ],
-)
-def test_bad_flags_give_one_line(
-    module: Any, flags: list[str], status: int, message: str, capsys: Capture
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        module.main(flags)
-
-    printed = capsys.readouterr()
-    assert ended.value.code == status
-    assert message in printed.err
-    assert printed.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("module", [kernels, latency, serving, startup, throughput])
-def test_a_model_that_is_not_there_gives_one_line(module: Any, tmp_path: Path, capsys: Capture) -> None:
-    with pytest.raises(SystemExit, match="1"):
-        module.main([f"--model={tmp_path}/none"])
-
-    assert capsys.readouterr().err.endswith("none: no such folder or file\n")
 
 
 def test_the_page_has_the_results_that_are_kept() -> None:

@@ -1,4 +1,4 @@
-"""The work is what DESIGN says, and the same for everybody."""
+"""The work is what docs/performance.md says, and the same for everybody."""
 
 from statistics import fmean, median
 
@@ -15,7 +15,7 @@ def test_a_seed_gives_one_set_of_requests() -> None:
     assert workload.offline(VOCAB_SIZE) != workload.offline(VOCAB_SIZE, seed=1)
 
 
-def test_the_offline_set_is_that_of_the_design() -> None:
+def test_the_offline_set_is_that_of_the_page() -> None:
     work = workload.offline(VOCAB_SIZE)
 
     assert len(work) == 64

@@ -1,4 +1,4 @@
-"""Our top-level `kernels` must not pass for Hugging Face's package of that name (DESIGN §9)."""
+"""Our top-level `kernels` must not pass for Hugging Face's package of that name."""
 
 from pathlib import Path
 
