@@ -1,5 +1,6 @@
 """gRPC settings that every process shares: limits, binding, channels, health and reflection."""
 
+import asyncio
 import ipaddress
 import logging
 from collections.abc import Sequence
@@ -165,9 +166,33 @@ def add_health(server: grpc.Server) -> health.HealthServicer:
     return servicer
 
 
-def add_health_aio(server: grpc.aio.Server) -> Any:
-    """Adds the standard health service to an asyncio server."""
-    servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
+class ClosingHealth(health.aio.HealthServicer):  # type: ignore[misc, name-defined]
+    """The standard health service, whose watches end before the server cancels them, which it would log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._closing = asyncio.Event()
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:  # noqa: N802
+        """Each status, until either side ends it."""
+        watching = asyncio.ensure_future(super().Watch(request, context))
+        closing = asyncio.create_task(self._closing.wait())
+        try:
+            await asyncio.wait({watching, closing}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+        finally:
+            watching.cancel()
+            closing.cancel()
+
+    def close(self) -> None:
+        """Ends every watch, also those still to come."""
+        self._closing.set()
+
+
+def add_health_aio(server: grpc.aio.Server) -> ClosingHealth:
+    """Adds the standard health service to an asyncio server; it is to be closed before the server stops."""
+    servicer = ClosingHealth()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     return servicer
 

@@ -111,6 +111,7 @@ class Router:
         self.inference.refusing = True
         await self.replicas.close()
         await _within(_FAREWELL_S, self.inference.calls.wait_idle())
+        self._health.close()
         await self._server.stop(0)
         for task in self._tasks:
             task.cancel()

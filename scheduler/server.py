@@ -97,6 +97,7 @@ async def serve(config: SchedulerConfig) -> None:
         service.close_streams()
         if gateway:
             gateway.close()
+        health.close()
         for task in (running, stopping, following):
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError, FatalError):

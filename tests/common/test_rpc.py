@@ -85,6 +85,23 @@ async def test_an_idle_stream_stays_open_through_pings(tmp_path: Path) -> None:
         assert (await reading).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+async def test_a_watch_ends_before_its_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    health = add_health_aio(server)
+    address = f"unix:{tmp_path}/s"
+    bind(server, address)
+    await server.start()
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await call.read()
+
+        health.close()
+        assert await call.code() is grpc.StatusCode.OK
+        await server.stop(0)
+
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("address", "expected"),
     [
