@@ -37,6 +37,7 @@ class _Results:
     """Stands for an `ExecuteResponse`; one `Sampled` serves all tokens of a request."""
 
     sampled: list[Sampled]
+    prompt_logprobs: tuple[()] = ()
 
 
 class PagedServer:

@@ -38,6 +38,7 @@ class _Results:
     """Stands for an `ExecuteResponse`."""
 
     sampled: list[Sampled]
+    prompt_logprobs: tuple[()] = ()
 
 
 def limits_for(work: Work, vocab_size: int, device: str) -> Limits:
