@@ -108,7 +108,7 @@ def test_a_port_in_use_is_named(process: str, flag: str, tiny_model_folder: Path
     [
         ("scheduler", (), ("--shard-addresses", "is required")),
         ("scheduler", ("--shard-addresses=nowhere",), ("--shard-addresses 'nowhere'", "HOST:PORT")),
-        ("scheduler", ("--shard-addresses=a:1,b",), ("--shard-addresses 'b'", "HOST:PORT")),
+        ("scheduler", ("--shard-addresses=127.0.0.1:1,b",), ("--shard-addresses 'b'", "HOST:PORT")),
         ("scheduler", ("--shard-addresses=a:1", "--block-size=0"), ("--block-size", "at least 1")),
         ("scheduler", ("--shard-addresses=a:1", "--max-num-batched-tokens=99999999999"), ("at most",)),
         ("shard", ("--model=x", "--kv-cache-memory-bytes=99999999999999999999"), ("at most", "bytes")),
