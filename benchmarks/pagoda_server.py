@@ -27,6 +27,7 @@ def serve_command(model: Path, flags: str) -> tuple[list[str], str]:
     options = ("listen-address", *(f"{name}-metrics-address" for name in METRICS))
     addresses = claim_addresses(dict.fromkeys(options, "127.0.0.1:0"))
     command = [sys.executable, "-m", "launcher", "serve", "--exit-with-parent", "--model", str(model)]
+    command += ["--http-address", ""]
     for option, address in addresses.items():
         command += [f"--{option}", address]
     return [*command, *shlex.split(flags)], addresses["listen-address"]

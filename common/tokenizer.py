@@ -62,6 +62,12 @@ class Tokenizer:
         """A new one, at the start of a text. Special tokens have no text, but for those that are `shown`."""
         return Detokenizer(self._decoder, shown)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text; of a special token, which adds nothing, its name."""
+        if data := self._decoder.bytes_of(token_id):
+            return data
+        return (self._tokenizer.id_to_token(token_id) or "").encode()
+
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of `token_ids`, special tokens left out, exactly as a stream of them gives it."""
         detokenizer = self.detokenizer()

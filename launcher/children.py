@@ -63,7 +63,8 @@ def child_specs(
     """The three processes, in the order in which they are to be stopped.
 
     `model` is what to serve: `folder` itself, or the GGUF file that it was made from. `addresses` holds the
-    addresses by option name, with real ports; those of the block map and for a gateway if they are wanted.
+    addresses by option name, with real ports; those of HTTP, the block map and for a gateway if they are
+    wanted.
     """
     scheduler, shard = f"unix:{sockets}/scheduler", f"unix:{sockets}/shard-0"
     own: dict[str, dict[str, object]] = {
@@ -72,6 +73,7 @@ def child_specs(
             "served-model-name": served_model_name,
             "scheduler-addresses": scheduler,
             "listen-address": addresses["listen-address"],
+            "http-address": addresses.get("http-address", ""),
             "shutdown-grace": config.shutdown_grace,
             **_given(config, ROUTER_OPTIONS),
             **{name: value for name, value in addresses.items() if name == "block-map-address"},

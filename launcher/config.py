@@ -21,6 +21,10 @@ class ServeConfig:
     listen_address: str = option(
         "Where clients connect, HOST:PORT; port 0: a free one", default="127.0.0.1:50051"
     )
+    http_address: str = option(
+        "Where clients find the OpenAI-compatible API, HOST:PORT; port 0: a free one; empty: nowhere",
+        default="127.0.0.1:8000",
+    )
     router_metrics_address: str = option("Router's /metrics and probes, HOST:PORT", default="127.0.0.1:9101")
     scheduler_metrics_address: str = option(
         "Scheduler's /metrics and probes, HOST:PORT", default="127.0.0.1:9102"

@@ -23,9 +23,11 @@ CHAT_MODULES = (
 )
 SERVE_MODULES = (
     *CHAT_MODULES,
+    "fastapi",
     "grpc_status",
     "jinja2",
     "tokenizers",
+    "uvicorn",
     "gguf",
     "numpy",
     "safetensors",

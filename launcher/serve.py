@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         "listen-address": config.listen_address,
         **{f"{name}-metrics-address": getattr(config, f"{name}_metrics_address") for name in METRICS},
     }
-    for name in ("block-map-address", "gateway-address"):
+    for name in ("http-address", "block-map-address", "gateway-address"):
         if address := getattr(config, name.replace("-", "_")):
             wanted[name] = address
     addresses = preflight.claim_addresses(wanted)
@@ -124,7 +124,8 @@ def _welcome(config: ServeConfig, name: str, addresses: Mapping[str, str], secon
     python = (
         os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
     )
-    block_map, gateway = addresses.get("block-map-address"), addresses.get("gateway-address")
+    http, block_map = addresses.get("http-address"), addresses.get("block-map-address")
+    gateway = addresses.get("gateway-address")
     to = "" if listen == ServeConfig.listen_address else f" --address {dialable(listen)}"
     tls = " --tls-ca-file CA.pem" if config.tls_cert_file else ""
     key = "PAGODA_CHAT_API_KEY=KEY " if config.api_keys_file else ""
@@ -132,6 +133,7 @@ def _welcome(config: ServeConfig, name: str, addresses: Mapping[str, str], secon
         [
             f"Pagoda serves {name} after {seconds:.1f} s.",
             f"  gRPC     {listen}",
+            *([f"  HTTP     http://{dialable(http)}/v1"] if http else []),
             *(f"  metrics  http://{addresses[f'{one}-metrics-address']}/metrics  ({one})" for one in METRICS),
             *([f"  blocks   http://{dialable(block_map)}/"] if block_map else []),
             *([f"  gateway  grpc://{dialable(gateway)}"] if gateway else []),

@@ -17,6 +17,9 @@ class RouterConfig:
         "Model name that clients give; by default the folder's name", default=None
     )
     listen_address: str = option("Where clients connect, HOST:PORT or unix:PATH", default="127.0.0.1:50051")
+    http_address: str = option(
+        "Where clients find the OpenAI-compatible API, HOST:PORT; empty: nowhere", default="127.0.0.1:8000"
+    )
     metrics_address: str = option("Where /metrics and the probes are served", default="127.0.0.1:9101")
     block_map_address: str | None = option(
         "Where the block map is served as a web page, HOST:PORT; by default nowhere", default=None
@@ -45,6 +48,13 @@ class RouterConfig:
         default=300.0,
         unit="seconds",
         minimum=1,
+        maximum=86400,
+    )
+    request_timeout: float = option(
+        "How long a request over HTTP, which has no deadline of its own, may take",
+        default=600.0,
+        unit="seconds",
+        minimum=0.1,
         maximum=86400,
     )
     write_stall_timeout: float = option(

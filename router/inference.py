@@ -1,10 +1,11 @@
 """What the router does for a client, whichever way the client came: gRPC and HTTP are faces of this."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import grpc
 
@@ -25,6 +26,8 @@ from router.validation import Limits, Request, check_token_ids, validate
 if TYPE_CHECKING:
     from common.otlp import Tracer
 
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
 
 @dataclass(frozen=True)
 class Caller:
@@ -37,6 +40,11 @@ class Caller:
     # A W3C traceparent, or nothing.
     trace_context: str = ""
     tenant: Tenant = Tenant()
+
+
+def checked_trace_context(given: str) -> str:
+    """`given` if it is a W3C traceparent, else nothing: a broken one is no fault of the request's."""
+    return given if _TRACEPARENT.fullmatch(given) else ""
 
 
 class OpenCalls:
@@ -70,6 +78,7 @@ class Inference:
         auth: Knows who calls.
         refusing: New requests are refused, because the router is about to end.
         model_name: As clients give it.
+        tokenizer: The model's.
         tool_call_format: How the model writes tool calls, one of `tool_calls.FORMATS`; None: not known.
     """
 
@@ -88,9 +97,9 @@ class Inference:
         self.refusing = False
         self.calls = OpenCalls()
         self.model_name = model_name
+        self.tokenizer = tokenizer
         self.tool_call_format = tool_call_format
         self._config = config
-        self._tokenizer = tokenizer
         self._prompts = prompts
         self._replicas = replicas
         self._tracer = tracer
@@ -120,7 +129,7 @@ class Inference:
             )
             # Special tokens in some models, but their text is what a parser of calls goes by.
             tags = TAGS[self.tool_call_format] if spec.chat.tools and self.tool_call_format else frozenset()
-            running = Running(request, self._tokenizer, generation, record, shown=tags)
+            running = Running(request, self.tokenizer, generation, record, shown=tags)
             try:
                 await generation.start()
                 yield running
@@ -140,7 +149,7 @@ class Inference:
             revision=welcome.model_revision,
             max_model_len=welcome.max_model_len,
             vocab_size=welcome.vocab_size,
-            eos_token_ids=self._tokenizer.eos_token_ids,
+            eos_token_ids=self.tokenizer.eos_token_ids,
             chat=self._prompts.has_chat,
             dtype=welcome.dtype,
             tool_call_format=self.tool_call_format or "",
@@ -159,8 +168,8 @@ class Inference:
             limit = self._config.max_prompt_bytes
             if len(token_ids) > limit:
                 raise invalid(field, f"{len(token_ids)} token ids, at most {limit} are taken")
-            check_token_ids(token_ids, self._tokenizer.vocab_size, field)
-            return await self._tokenizer.run(lambda: self._tokenizer.decode(token_ids))
+            check_token_ids(token_ids, self.tokenizer.vocab_size, field)
+            return await self.tokenizer.run(lambda: self.tokenizer.decode(token_ids))
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:
@@ -185,7 +194,7 @@ class Inference:
     def _limits(self) -> Limits:
         welcome = self._replicas.welcome
         return Limits(
-            self.model_name, welcome.max_model_len, welcome.vocab_size, self._tokenizer.eos_token_ids
+            self.model_name, welcome.max_model_len, welcome.vocab_size, self.tokenizer.eos_token_ids
         )
 
 

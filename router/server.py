@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
@@ -24,6 +24,9 @@ from router.prompt import PromptEncoder
 from router.replicas import Replicas
 from router.service import SERVICE_NAME, InferenceService, KeyGuard
 from router.tool_calls import detect
+
+if TYPE_CHECKING:
+    from router.openai.server import HTTPServer
 
 # For statuses to reach clients whose requests outlived the grace.
 _FAREWELL_S: Final = 1.0
@@ -87,11 +90,14 @@ class Router:
         rpc.add_reflection(self._server, [SERVICE_NAME])
         self._tasks: set[asyncio.Task[Any]] = set()
         self.port = rpc.bind(self._server, config.listen_address, self.tls)
+        self.http = self._http_server() if config.http_address else None
 
     async def start(self) -> None:
         """Serves and connects; health says SERVING once a scheduler is connected."""
         await self._set_health()
         await self._server.start()
+        if self.http:
+            self.http.start()
         self.replicas.start()
         self._spawn(self._tick())
         self._spawn(self.inference.auth.watch())
@@ -103,6 +109,8 @@ class Router:
         await self._set_health()
         await asyncio.sleep(self._config.drain_delay)
         self.inference.refusing = True
+        if self.http:
+            self.http.leave()
         await _within(self._config.shutdown_grace, self.inference.calls.wait_idle())
         await self.close()
 
@@ -112,11 +120,26 @@ class Router:
         await self.replicas.close()
         await _within(_FAREWELL_S, self.inference.calls.wait_idle())
         self._health.close()
+        if self.http:
+            await self.http.close()
         await self._server.stop(0)
         for task in self._tasks:
             task.cancel()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
+
+    def _http_server(self) -> "HTTPServer":
+        # FastAPI takes a quarter of a second to import, for nothing where no HTTP is wanted.
+        from router.openai.app import create_app
+        from router.openai.server import HTTPServer
+
+        return HTTPServer(
+            create_app(self.inference, lambda: self.probes.ready),
+            self.inference.calls,
+            self._config.http_address,
+            request_timeout=self._config.request_timeout,
+            write_stall_timeout=self._config.write_stall_timeout,
+        )
 
     async def _tick(self) -> None:
         while True:
@@ -156,6 +179,8 @@ async def run(config: RouterConfig) -> None:
     unix = config.listen_address.startswith("unix:")
     address = config.listen_address if unix else f"{config.listen_address.rpartition(':')[0]}:{router.port}"
     _log.info("listening on %s", address)
+    if router.http:
+        _log.info("HTTP on http://%s:%d/v1", config.http_address.rpartition(":")[0], router.http.port)
     await stop.wait()
     _log.info("draining")
     await router.drain()

@@ -1,7 +1,6 @@
 """pagoda.v1.InferenceService: the gRPC face."""
 
 import asyncio
-import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -14,13 +13,12 @@ from pagoda.v1 import inference_pb2 as pb
 from router import metrics
 from router.auth import Authenticator
 from router.errors import RequestError, internal, invalid
-from router.inference import Caller, Inference
+from router.inference import Caller, Inference, checked_trace_context
 
 SERVICE_NAME: Final = "pagoda.v1.InferenceService"
 
 # A status waits behind what a stalled client doesn't read; gRPC goes on trying after that.
 _ABORT_TIMEOUT_S: Final = 1.0
-_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 Context = Any  # grpc.aio.ServicerContext; its stubs lack what is used here
 Handler = Callable[[Any, Caller, Context], Awaitable[Message | None]]
@@ -85,7 +83,7 @@ class InferenceService:
         return Caller(
             method=method,
             time_remaining=context.time_remaining(),
-            trace_context=trace_context if _TRACEPARENT.fullmatch(trace_context) else "",
+            trace_context=checked_trace_context(trace_context),
             tenant=self._inference.auth.authenticate(metadata.get("authorization")),
         )
 

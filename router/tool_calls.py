@@ -67,17 +67,21 @@ def _mistral(text: ToolCallParser) -> Reading[None]:
         try:
             yield from text.content_until("[TOOL_CALLS]")
             if (yield from text.peek_word()) == "[":
-                yield from text.expect("[")
-                yield from text.call_object()
-                while (yield from text.peek_word()) == ",":
-                    yield from text.expect(",")
-                    yield from text.call_object()
-                yield from text.expect("]")
+                yield from _call_array(text)
             else:
                 yield from _mistral_named_call(text)
             yield from text.drop_space()
         except NoCallError:
             text.give_back()
+
+
+def _call_array(text: ToolCallParser) -> Reading[None]:
+    yield from text.expect("[")
+    yield from text.call_object()
+    while (yield from text.peek_word()) == ",":
+        yield from text.expect(",")
+        yield from text.call_object()
+    yield from text.expect("]")
 
 
 def _mistral_named_call(text: ToolCallParser) -> Reading[None]:
@@ -132,3 +136,32 @@ def detect(chat_template: str | None) -> str | None:
     if "<|python_tag|>" in chat_template or '"parameters": dictionary' in chat_template:
         return "llama3_json"
     return None
+
+
+def parser_of_arguments(name: str) -> ToolCallParser:
+    """A parser of a text that is nothing but the arguments of a call of `name`."""
+
+    def grammar(text: ToolCallParser) -> Reading[None]:
+        try:
+            yield from text.peek_word()
+            yield from text.call_arguments(name)
+        except _NoCallError:
+            text.give_back()
+        yield from text.all_content()
+
+    return ToolCallParser(grammar)
+
+
+def parser_of_array() -> ToolCallParser:
+    """A parser of a text that is a JSON array of `{"name": ..., "arguments": {...}}`."""
+    return ToolCallParser(_array)
+
+
+def _array(text: ToolCallParser) -> Reading[None]:
+    try:
+        yield from text.peek_word()
+        yield from _call_array(text)
+        yield from text.drop_space()
+    except _NoCallError:
+        text.give_back()
+    yield from text.all_content()

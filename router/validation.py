@@ -89,9 +89,7 @@ async def validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) -
 
 
 async def _validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) -> Request:
-    if spec.model not in ("", limits.model):
-        message = f"model {spec.model[:100]!r} isn't served here; {limits.model!r} is"
-        raise RequestError(grpc.StatusCode.NOT_FOUND, message, reason="MODEL_NOT_FOUND", field="spec.model")
+    check_model(spec.model, limits.model)
     request_id = _request_id(spec.request_id)
     _refuse_unserved(spec)
     _check_scheduling(spec)
@@ -133,6 +131,13 @@ async def _validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) 
         model_revision=spec.model_revision,
         prompt_logprobs=prompt_logprobs,
     )
+
+
+def check_model(given: str, served: str) -> None:
+    """Raises `RequestError` on any name but the served model's, or none."""
+    if given not in ("", served):
+        message = f"model {given[:100]!r} isn't served here; {served!r} is"
+        raise RequestError(grpc.StatusCode.NOT_FOUND, message, reason="MODEL_NOT_FOUND", field="spec.model")
 
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int, field: str) -> None:

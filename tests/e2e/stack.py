@@ -29,6 +29,8 @@ class Stack:
         self.process = process
         self.lines: list[str] = []
         self.address = ""
+        # Of the OpenAI-compatible API.
+        self.url = ""
         self.metrics: dict[str, str] = {}
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -56,6 +58,7 @@ class Stack:
     def wait_ready(self, timeout_s: float = 120) -> None:
         """Until the addresses are printed."""
         self.address = self.wait_line(r"gRPC +(\S+)", timeout_s)[1]
+        self.url = self.wait_line(r"HTTP +(\S+)")[1]
         for _ in PROCESSES:
             found = self.wait_line(r"metrics +(http://\S+)/metrics +\((\w+)\)")
             self.metrics[found[2]] = found[1]
@@ -108,7 +111,8 @@ def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
 def launched(*flags: str, **environ: str) -> Iterator[Stack]:
     """Starts `python -m launcher serve` on free ports; at the end no process of it is left."""
     ports = [f"--{one}-metrics-address=127.0.0.1:0" for one in PROCESSES]
-    command = [sys.executable, "-m", "launcher", "serve", "--listen-address=127.0.0.1:0", *ports, *flags]
+    ports += ["--listen-address=127.0.0.1:0", "--http-address=127.0.0.1:0"]
+    command = [sys.executable, "-m", "launcher", "serve", *ports, *flags]
     process = subprocess.Popen(
         command,
         cwd=ROOT,

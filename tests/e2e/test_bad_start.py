@@ -83,7 +83,8 @@ def test_a_corrupt_gguf_file(tmp_path: Path, content: bytes) -> None:
 
     assert_refused(start("shard", f"--model={file}", *FREE), str(file))
     ports = [f"--{process}-metrics-address=127.0.0.1:0" for process in ("router", "scheduler", "shard")]
-    served = start("launcher", "serve", f"--model={file}", "--listen-address=127.0.0.1:0", *ports)
+    ports += ["--listen-address=127.0.0.1:0", "--http-address=127.0.0.1:0"]
+    served = start("launcher", "serve", f"--model={file}", *ports)
     assert_refused(served, str(file))
 
 
@@ -93,7 +94,11 @@ def test_a_port_in_use_is_named(process: str, flag: str, tiny_model_folder: Path
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         flags = {
-            "router": (f"--model={tiny_model_folder}", "--scheduler-addresses=127.0.0.1:1"),
+            "router": (
+                f"--model={tiny_model_folder}",
+                "--scheduler-addresses=127.0.0.1:1",
+                "--http-address=127.0.0.1:0",
+            ),
             "scheduler": ("--shard-addresses=127.0.0.1:1",),
             "shard": (f"--model={tiny_model_folder}",),
         }[process]

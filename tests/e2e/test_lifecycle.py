@@ -88,6 +88,7 @@ def test_sigterm_lets_running_requests_end_and_refuses_new_ones(tiny: Stack) -> 
 def test_a_closed_terminal_lets_running_requests_end(tiny_model_folder: Path) -> None:
     addresses = claim_addresses(dict.fromkeys(("listen", *PROCESSES), "127.0.0.1:0"))
     flags = [f"--{one}-metrics-address={addresses[one]}" for one in PROCESSES]
+    flags.append("--http-address=127.0.0.1:0")
     terminal, theirs = os.openpty()
     command = [sys.executable, "-m", "launcher", "serve", f"--model={tiny_model_folder}", *flags]
     launcher = subprocess.Popen(
@@ -181,11 +182,12 @@ def resume(stack: Stack, request: pb.GenerateSpec) -> Answer:
     return answers[0]
 
 
-def test_a_port_in_use_is_named(tiny_model_folder: Path) -> None:
+@pytest.mark.parametrize("flag", ["listen-address", "http-address"])
+def test_a_port_in_use_is_named(tiny_model_folder: Path, flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with launched(f"--model={tiny_model_folder}", f"--listen-address={address}") as stack:
-            stack.wait_line(f"--listen-address {address}: the port is in use")
+        with launched(f"--model={tiny_model_folder}", f"--{flag}={address}") as stack:
+            stack.wait_line(f"--{flag} {address}: the port is in use")
             assert stack.process.wait(30) == 2
 
 

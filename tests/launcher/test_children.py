@@ -131,6 +131,14 @@ def test_certificates_and_keys_go_to_the_router_from_the_users_folder(
     assert "--insecure" in made["scheduler"].argv
 
 
+def test_http_is_served_where_it_is_wanted_and_else_nowhere() -> None:
+    addresses = {**ADDRESSES, "http-address": "127.0.0.1:6"}
+    router, _, _ = child_specs(ServeConfig(), addresses, MODEL, FOLDER, "name", Path("/sockets"), None)
+
+    assert flags(router)["--http-address"] == "127.0.0.1:6"
+    assert flags(specs(ServeConfig())["router"])["--http-address"] == ""
+
+
 def test_what_is_not_given_is_left_to_the_process() -> None:
     made = specs(ServeConfig())
 

@@ -72,6 +72,7 @@ async def start_router(model_folder: Path) -> AsyncIterator[StartRouter]:
                 "model": str(model_folder),
                 "scheduler_addresses": addresses,
                 "listen_address": "127.0.0.1:0",
+                "http_address": "",
                 "shutdown_grace": 5.0,
                 "reconnect_timeout": 10.0,
             } | config

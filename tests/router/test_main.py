@@ -35,11 +35,12 @@ def test_a_broken_model_folder_is_one_line_and_status_2(tmp_path: Path) -> None:
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("flag", ["--listen-address", "--metrics-address"])
+@pytest.mark.parametrize("flag", ["--listen-address", "--http-address", "--metrics-address"])
 def test_a_port_in_use_is_one_line_and_status_2(model_folder: Path, flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        done = run(f"--model={model_folder}", SCHEDULER, "--listen-address=127.0.0.1:0", f"{flag}={address}")
+        free = ("--listen-address=127.0.0.1:0", "--http-address=127.0.0.1:0")
+        done = run(f"--model={model_folder}", SCHEDULER, *free, f"{flag}={address}")
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("python -m router")]
     assert line.startswith(f"python -m router: {flag} {address}: ")
@@ -61,6 +62,7 @@ async def test_sigterm_lets_a_running_request_end_and_exits_0(
         f"--model={model_folder}",
         f"--scheduler-addresses={fake.address}",
         "--listen-address=127.0.0.1:0",
+        "--http-address=127.0.0.1:0",
         "--metrics-address=127.0.0.1:0",
         stderr=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,

@@ -1,0 +1,136 @@
+"""Serves an application over HTTP in the running event loop, by uvicorn."""
+
+import asyncio
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import uvicorn
+from fastapi import FastAPI
+
+from common.rpc import AddressError, split_host_port
+from router.inference import OpenCalls
+from router.openai.calls import Calls
+
+# Further ones are answered with 503.
+MAX_CONNECTIONS: Final = 4096
+MAX_HEADER_BYTES: Final = 32 * 1024
+# More than the 60 s of usual load balancers, or they would send requests into connections that just closed.
+KEEP_ALIVE_S: Final = 75
+_BACKLOG: Final = 1024
+_CLOSING_S: Final = 2.0
+
+
+class HTTPServer:
+    """One listening address.
+
+    Attributes:
+        port: Bound; not what was asked for, if that was 0.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        open_calls: OpenCalls,
+        address: str,
+        *,
+        request_timeout: float,
+        write_stall_timeout: float,
+    ) -> None:
+        """Binds `--http-address`.
+
+        Raises:
+            AddressError: it is malformed or taken; the message names the option.
+        """
+        self._socket = _listening(address)
+        self.port: int = self._socket.getsockname()[1]
+        calls = Calls(
+            app,
+            open_calls,
+            request_timeout=request_timeout,
+            write_stall_timeout=write_stall_timeout,
+            cut_off=self._cut_off,
+        )
+        self._server = _Server(
+            uvicorn.Config(
+                calls,
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                # Whatever else it says is of single clients.
+                log_level="error",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                date_header=False,
+                backlog=_BACKLOG,
+                limit_concurrency=MAX_CONNECTIONS,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            )
+        )
+        self._serving: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Takes connections."""
+        _allow_connections()
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+
+    def leave(self) -> None:
+        """Takes no more connections, closes idle ones, and the others after their answers."""
+        self._server.should_exit = True
+
+    async def close(self) -> None:
+        """Breaks what connections there are."""
+        self.leave()
+        self._server.force_exit = True
+        self._cut_off()
+        if self._serving is None:
+            self._socket.close()
+        else:
+            await asyncio.wait({self._serving}, timeout=_CLOSING_S)
+
+    def _cut_off(self, client: Any = None) -> None:
+        """Breaks the connection of the client at this address, or all."""
+        connections: list[Any] = list(self._server.server_state.connections)
+        for connection in connections:
+            if client is None or connection.client == client:
+                connection.transport.abort()
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves them to the process."""
+        yield
+
+
+def _listening(address: str) -> socket.socket:
+    listener = None
+    try:
+        host, port = split_host_port(address)
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        # Only now is the port taken.
+        listener.listen(_BACKLOG)
+    except AddressError as error:
+        raise AddressError(f"--http-address {error}") from error
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        message = "can't be bound; it is in use or not an address of this host"
+        raise AddressError(f"--http-address {address}: {message}") from error
+    return listener
+
+
+def _allow_connections() -> None:
+    """Raises the limit on open files, which is often 1,024, as far as this user may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * MAX_CONNECTIONS
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if hard > 0 else wanted, hard))

@@ -1,0 +1,133 @@
+"""What a model may or must call, and what it called."""
+
+import json
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pagoda.v1 import inference_pb2 as pb
+from router.errors import invalid
+from router.openai.schemas import ChatBody, NamedTool, Tool
+from router.tool_calls import (
+    CallArguments,
+    CallStart,
+    Content,
+    Part,
+    ToolCallParser,
+    parser_for,
+    parser_of_arguments,
+    parser_of_array,
+)
+
+MakeParser = Callable[[], ToolCallParser]
+
+
+def to_proto(tools: Sequence[Tool]) -> list[pb.Tool]:
+    """As the chat template gets them."""
+    return [
+        pb.Tool(
+            name=tool.function.name,
+            description=tool.function.description or "",
+            parameters=json.dumps(tool.function.parameters) if tool.function.parameters else "",
+        )
+        for tool in tools
+    ]
+
+
+def set_choice(spec: pb.GenerateSpec, body: ChatBody, tool_format: str | None) -> MakeParser | None:
+    """Lets the model call as `tool_choice` says; returns what reads its calls, or None if there can't be any.
+
+    `tool_format` is how the model writes calls where it has the choice.
+
+    Raises:
+        RequestError: `tool_choice` doesn't go with the rest.
+    """
+    tools = {tool.function.name: tool.function for tool in body.tools or []}
+    choice = body.tool_choice or ("auto" if tools else "none")
+    if choice != "none" and not tools:
+        raise invalid("tool_choice", "needs tools")
+    match choice:
+        case "none":
+            return None
+        case "auto":
+            return None if tool_format is None else lambda: parser_for(tool_format)
+    if spec.HasField("constraint"):
+        raise invalid("tool_choice", "a call that must be made doesn't go with another constraint")
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        if name not in tools:
+            raise invalid("tool_choice", f"{name[:100]!r} is none of the tools")
+        spec.constraint.json_schema = json.dumps(_object(tools[name].parameters))
+        return lambda: parser_of_arguments(name)
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": _object(function.parameters)},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name, function in tools.items()
+    ]
+    array: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+    if body.parallel_tool_calls is False:
+        array["maxItems"] = 1
+    spec.constraint.json_schema = json.dumps(array)
+    return parser_of_array
+
+
+class ToolReader:
+    """Turns one output's text into the fields of a chat's `delta`."""
+
+    def __init__(self, parser: ToolCallParser | None, parallel: bool) -> None:
+        """Without `parallel`, only the first call is given out."""
+        self._parser = parser
+        self._parallel = parallel
+        self.called = False
+
+    def deltas(self, text: str, last: bool) -> list[dict[str, Any]]:
+        """What `text` adds, and the end of the output if it is the `last`."""
+        if self._parser is None:
+            return [{"content": text}] if text else []
+        parts = self._parser.push(text)
+        if last:
+            parts += self._parser.flush()
+        return [delta for part in parts for delta in self._delta(part)]
+
+    def _delta(self, part: Part) -> list[dict[str, Any]]:
+        match part:
+            case Content(text):
+                return [{"content": text}]
+            case CallStart(index, name) if self._parallel or index == 0:
+                self.called = True
+                call = {
+                    "index": index,
+                    "id": f"call_{uuid.uuid4().hex}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": ""},
+                }
+                return [{"tool_calls": [call]}]
+            case CallArguments(index, text) if self._parallel or index == 0:
+                return [{"tool_calls": [{"index": index, "function": {"arguments": text}}]}]
+        return []
+
+
+def joined(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The message that deltas add up to."""
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        texts.append(delta.get("content", ""))
+        for piece in delta.get("tool_calls", ()):
+            if "id" in piece:
+                calls.append({"id": piece["id"], "type": piece["type"], "function": dict(piece["function"])})
+            else:
+                calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
+    content = "".join(texts)
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if calls:
+        message |= {"content": content or None, "tool_calls": calls}
+    return message
+
+
+def _object(schema: dict[str, Any] | None) -> dict[str, Any]:
+    return schema or {"type": "object", "properties": {}}
