@@ -102,7 +102,8 @@ class _Completion:
                 yield chunk
 
     def _choice(self, place: int, index: int, echo: "_Echo") -> "_Choice":
-        return _Choice(self._inference.tokenizer, self._body.logprobs, place * self._n + index, echo)
+        shaped = self._body.logprobs is not None
+        return _Choice(place * self._n + index, self._inference.tokenizer if shaped else None, echo)
 
     def _best(self, outputs: Sequence[pb.OutputDelta]) -> Sequence[pb.OutputDelta]:
         if len(outputs) == self._n:
@@ -120,8 +121,7 @@ class _Completion:
             return _Echo(text, None)
         logprobs = run.prompt_logprobs()
         assert logprobs is not None  # noqa: S101
-        shaped = CompletionLogprobs(tokenizer, self._body.logprobs)
-        return _Echo(text, shaped.of(token_ids, logprobs.positions))
+        return _Echo(text, CompletionLogprobs(tokenizer).of(token_ids, logprobs.positions))
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,10 @@ class _Echo:
 class _Choice:
     """One output on its way to the client."""
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int | None, index: int, echo: _Echo) -> None:
+    def __init__(self, index: int, tokenizer: Tokenizer | None, echo: _Echo) -> None:
+        """With a `tokenizer`, log-probabilities are given out."""
         self._index = index
-        self._logprobs = None if num_top is None else CompletionLogprobs(tokenizer, num_top, len(echo.text))
+        self._logprobs = CompletionLogprobs(tokenizer, len(echo.text)) if tokenizer else None
         self._echo: _Echo | None = echo
 
     def piece(self, delta: pb.OutputDelta) -> dict[str, Any]:

@@ -21,10 +21,9 @@ def token_text(data: bytes) -> str:
 class CompletionLogprobs:
     """Of one choice of a completion; knows where in the text each token begins."""
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int, start: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer, start: int = 0) -> None:
         """The first token begins `start` characters into the text."""
         self._tokenizer = tokenizer
-        self._num_top = num_top
         self._detokenizer = tokenizer.detokenizer()
         self._offset = start
 
@@ -43,8 +42,8 @@ class CompletionLogprobs:
                 tops.append(None)
                 continue
             values.append(_value(position.chosen))
-            top = [*position.top[: self._num_top], position.chosen]
-            tops.append({self._text(one.token_id): _value(one) for one in top})
+            likeliest = {self._text(one.token_id): _value(one) for one in (*position.top, position.chosen)}
+            tops.append(likeliest)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _text(self, token_id: int) -> str:

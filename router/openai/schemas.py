@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from router.validation import MAX_LOGPROBS
+
 # What a proto field can hold.
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
@@ -173,7 +175,7 @@ class ChatBody(ChatInput, GenerateBody):
 
     max_completion_tokens: UInt32 | None = None
     logprobs: bool | None = None
-    top_logprobs: UInt32 | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 

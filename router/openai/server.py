@@ -20,7 +20,6 @@ MAX_HEADER_BYTES: Final = 32 * 1024
 # More than the 60 s of usual load balancers, or they would send requests into connections that just closed.
 KEEP_ALIVE_S: Final = 75
 _BACKLOG: Final = 1024
-_CLOSING_S: Final = 2.0
 
 
 class HTTPServer:
@@ -85,13 +84,14 @@ class HTTPServer:
 
     async def close(self) -> None:
         """Breaks what connections there are."""
-        self.leave()
-        self._server.force_exit = True
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.wait({self._serving})
+        # There is none if it hadn't begun to serve.
+        for listener in getattr(self._server, "servers", ()):
+            listener.close()
+        self._socket.close()
         self._cut_off()
-        if self._serving is None:
-            self._socket.close()
-        else:
-            await asyncio.wait({self._serving}, timeout=_CLOSING_S)
 
     def _cut_off(self, client: Any = None) -> None:
         """Breaks the connection of the client at this address, or all."""

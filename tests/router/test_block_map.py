@@ -275,7 +275,7 @@ def test_an_address_that_is_none_is_named(address: str) -> None:
 def test_a_port_in_use_is_one_line_and_status_2(model_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        free = ["--listen-address=127.0.0.1:0", "--metrics-address=127.0.0.1:0"]
+        free = [f"--{one}-address=127.0.0.1:0" for one in ("listen", "http", "metrics")]
         scheduler = "--scheduler-addresses=127.0.0.1:1"
         command = [sys.executable, "-m", "router", f"--model={model_folder}", scheduler]
         done = subprocess.run(

@@ -8,8 +8,9 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from pagoda.v1.sampling_pb2 import PositionLogprobs, TokenLogprob
 from tests.router.conftest import Client, StartRouter
-from tests.router.fake_scheduler import FakeScheduler
+from tests.router.fake_scheduler import STOP, FakeScheduler
 from tests.router.models import byte_level_bpe
 
 TOKENIZER = byte_level_bpe()
@@ -74,3 +75,17 @@ async def start_face(start_router: StartRouter) -> AsyncIterator[Any]:
 async def face(start_face: Any) -> Face:
     started: Face = await start_face()
     return started
+
+
+async def answer(face: Face, text: str, output_index: int = 0, **accepted: Any) -> Any:
+    """Accepts the next submit and answers it with a text; returns the submit."""
+    submit = await face.scheduler.accept()
+    face.scheduler.send(submit, [*ids(text), EOS], STOP, output_index=output_index, **accepted)
+    return submit
+
+
+def position(token_id: int, logprob: float, *others: tuple[int, float]) -> PositionLogprobs:
+    """The chosen token, and the likeliest, where they were asked for: itself and others."""
+    chosen = TokenLogprob(token_id=token_id, logprob=logprob)
+    top = [TokenLogprob(token_id=other, logprob=value) for other, value in others]
+    return PositionLogprobs(chosen=chosen, top=[chosen, *top] if top else [])

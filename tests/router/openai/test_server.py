@@ -1,0 +1,145 @@
+"""The HTTP server as a whole: what else it serves, how it bears many clients, how it ends."""
+
+import asyncio
+import contextlib
+import socket
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from jsonschema import Draft202012Validator
+
+from common.rpc import AddressError
+from router.inference import OpenCalls
+from router.openai.server import MAX_HEADER_BYTES, HTTPServer
+from tests.router.fake_scheduler import STOP
+from tests.router.openai.conftest import EOS, Face, ids
+
+
+async def test_the_model_is_listed_and_found_by_name(face: Face) -> None:
+    (model,) = (await face.openai.models.list()).data
+    assert model == await face.openai.models.retrieve("tiny")
+    assert (model.id, model.object) == ("tiny", "model")
+
+
+async def test_text_is_tokenized_and_back(face: Face) -> None:
+    there = (await face.post("/tokenize", prompt="quick 狐")).json()
+    back = (await face.post("/detokenize", tokens=there["tokens"])).json()
+    assert there == {"count": len(ids("quick 狐")), "max_model_len": 512, "tokens": ids("quick 狐")}
+    assert back == {"prompt": "quick 狐"}
+
+
+async def test_a_chat_is_tokenized_as_a_prompt(face: Face) -> None:
+    answer = await face.post("/tokenize", messages=[{"role": "user", "content": "hi"}])
+    assert answer.json()["tokens"] == ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/tokenize", {}, "messages"),
+        ("/tokenize", {"prompt": "fox", "add_special_tokens": False}, "add_special_tokens"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [420]}, "tokens[0]"),
+    ],
+)
+async def test_what_can_not_be_tokenized_is_named(
+    face: Face, path: str, fields: dict[str, Any], param: str
+) -> None:
+    assert (await face.refused(path, **fields))["param"] == param
+
+
+async def test_it_is_healthy_while_a_scheduler_is_there(face: Face) -> None:
+    assert (await face.http.get("/health")).status_code == 200
+    await face.scheduler.stop()
+    while face.grpc.router.replicas.connected:
+        await face.grpc.router.replicas.wait_change()
+    assert (await face.http.get("/health")).status_code == 503
+
+
+async def test_the_paths_are_published_with_valid_schemas(face: Face) -> None:
+    document = (await face.http.get("/openapi.json")).json()
+    assert set(document["paths"]) == {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/models",
+        "/v1/models/{model}",
+        "/tokenize",
+        "/detokenize",
+        "/health",
+    }
+    for schema in document["components"]["schemas"].values():
+        Draft202012Validator.check_schema(schema)
+
+
+async def test_no_header_tells_what_serves(face: Face) -> None:
+    headers = (await face.http.get("/health")).headers
+    assert {"server", "date"}.isdisjoint(headers)
+
+
+async def test_headers_are_bounded(face: Face) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", face.port)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * MAX_HEADER_BYTES)
+    assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+    writer.close()
+
+
+async def test_a_thousand_idle_connections_are_borne(face: Face) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(1000):
+            _, writer = await asyncio.open_connection("127.0.0.1", face.port)
+            stack.callback(writer.close)
+        assert (await face.http.get("/health")).status_code == 200
+
+
+async def test_a_running_stream_may_end_while_the_router_drains(face: Face) -> None:
+    idle_reader, idle_writer = await asyncio.open_connection("127.0.0.1", face.port)
+    accepted = asyncio.create_task(face.scheduler.accept())
+    body = {"prompt": "fox", "stream": True}
+    async with face.http.stream("POST", "/v1/completions", json=body) as response:
+        submit = await accepted
+        draining = asyncio.create_task(face.grpc.router.drain())
+        assert await idle_reader.read() == b""
+        with pytest.raises(httpx.ConnectError):
+            await httpx.AsyncClient().get(f"http://127.0.0.1:{face.port}/health")
+        face.scheduler.send(submit, [*ids("fox"), EOS], STOP)
+        *_, last = [line async for line in response.aiter_lines() if line]
+    idle_writer.close()
+    assert last == "data: [DONE]"
+    await draining
+
+
+async def test_a_stream_that_outlives_the_grace_is_told(start_face: Any) -> None:
+    face: Face = await start_face(shutdown_grace=0.1)
+    accepted = asyncio.create_task(face.scheduler.accept())
+    body = {"prompt": "fox", "stream": True}
+    async with face.http.stream("POST", "/v1/completions", json=body) as response:
+        await accepted
+        await face.grpc.router.drain()
+        lines = [line async for line in response.aiter_lines() if line]
+    assert lines[0] == "event: error"
+    assert "shutting_down" in lines[1]
+
+
+async def test_a_router_that_takes_no_more_says_so(face: Face) -> None:
+    face.grpc.router.inference.refusing = True
+    response = await face.post("/v1/completions", prompt="fox")
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+
+
+def serve(address: str) -> HTTPServer:
+    return HTTPServer(FastAPI(), OpenCalls(), address, request_timeout=1, write_stall_timeout=1)
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:99999"])
+def test_an_address_that_is_none_is_named(address: str) -> None:
+    with pytest.raises(AddressError, match=r"^--http-address .*HOST:PORT"):
+        serve(address)
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(AddressError, match=rf"^--http-address {address}: .*in use"):
+            serve(address)
