@@ -26,6 +26,8 @@ __all__ = [
     "ToolCallParser",
     "detect",
     "parser_for",
+    "parser_of_arguments",
+    "parser_of_array",
 ]
 
 _NAME_RUN: Final = re.compile(r"[A-Za-z0-9_.-]*")
@@ -145,7 +147,8 @@ def parser_of_arguments(name: str) -> ToolCallParser:
         try:
             yield from text.peek_word()
             yield from text.call_arguments(name)
-        except _NoCallError:
+            yield from text.drop_space()
+        except NoCallError:
             text.give_back()
         yield from text.all_content()
 
@@ -162,6 +165,6 @@ def _array(text: ToolCallParser) -> Reading[None]:
         yield from text.peek_word()
         yield from _call_array(text)
         yield from text.drop_space()
-    except _NoCallError:
+    except NoCallError:
         text.give_back()
     yield from text.all_content()

@@ -49,6 +49,7 @@ _PARAMS: Final = {
     "spec.beam_search.": "",
     "spec.chat.template_arguments": "chat_template_kwargs",
     "spec.chat.": "",
+    "spec.chat": "messages",
     "spec.prompt_logprobs": "logprobs",
     "spec.": "",
 }

@@ -1,0 +1,185 @@
+"""Tools: what the model may or must call, and what it called."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from pagoda.v1 import inference_pb2 as pb
+from router.errors import RequestError
+from router.openai.schemas import ChatBody
+from router.openai.tools import MakeParser, ToolReader, joined, set_choice
+from tests.router.fake_scheduler import STOP, FakeScheduler
+from tests.router.openai.conftest import EOS, TOKENIZER, Face, answer, ids
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+TIME = {"type": "function", "function": {"name": "time"}}
+MESSAGES: Any = [{"role": "user", "content": "Warm in Oslo?"}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+@pytest.fixture
+async def face(start_face: Any) -> Face:
+    """With room for the description of tools."""
+    started: Face = await start_face(schedulers=[FakeScheduler(max_model_len=4096)])
+    return started
+
+
+def chat(face: Face, **fields: Any) -> "asyncio.Task[Any]":
+    given: Any = {"model": "tiny", "messages": MESSAGES, "tools": [WEATHER], **fields}
+    return asyncio.create_task(face.openai.chat.completions.create(**given))
+
+
+def chosen(choice: Any, **fields: Any) -> tuple[pb.GenerateSpec, MakeParser | None]:
+    """The spec that a `tool_choice` makes, and what reads its calls."""
+    spec = pb.GenerateSpec()
+    body = {"messages": MESSAGES, "tools": [WEATHER, TIME], "tool_choice": choice, **fields}
+    return spec, set_choice(spec, ChatBody.model_validate(body), "hermes")
+
+
+def read(make_parser: MakeParser | None, *texts: str, parallel: bool = True) -> dict[str, Any]:
+    """The message that a text comes to, however it is cut."""
+    assert make_parser
+    reader = ToolReader(make_parser(), parallel)
+    return joined([delta for text in texts for delta in reader.deltas(text, last=text is texts[-1])])
+
+
+def calls_in(message: Any) -> list[tuple[str, Any]]:
+    return [
+        (call["function"]["name"], json.loads(call["function"]["arguments"]))
+        for call in message.get("tool_calls", ())
+    ]
+
+
+async def test_calls_are_given_out_as_calls(face: Face) -> None:
+    call = chat(face)
+    submit = await answer(face, f"Let me see.\n{CALL}\n{CALL}")
+    (choice,) = (await call).choices
+
+    assert "weather" in TOKENIZER.decode(submit.prompt_token_ids)
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+    first, second = choice.message.tool_calls
+    assert first.type == "function"
+    assert first.function.name == second.function.name == "weather"
+    assert json.loads(first.function.arguments) == {"city": "Oslo"}
+    assert first.id != second.id
+
+
+async def test_calls_stream_as_they_are_written(face: Face) -> None:
+    call = chat(face, stream=True)
+    submit = await face.scheduler.accept()
+    for token_id in ids(CALL):
+        face.scheduler.send(submit, [token_id])
+    face.scheduler.send(submit, [EOS], STOP)
+    name, arguments, pieces = "", "", 0
+    async for chunk in await call:
+        last = chunk.choices[0]
+        for piece in last.delta.tool_calls or []:
+            assert piece.index == 0
+            name += piece.function.name or ""
+            arguments += piece.function.arguments or ""
+            pieces += 1
+
+    assert (name, json.loads(arguments)) == ("weather", {"city": "Oslo"})
+    assert last.finish_reason == "tool_calls"
+    assert pieces > 2
+
+
+async def test_where_no_tool_may_be_called_a_call_is_text(face: Face) -> None:
+    call = chat(face, tool_choice="none")
+    submit = await answer(face, CALL)
+    (choice,) = (await call).choices
+    assert "weather" not in TOKENIZER.decode(submit.prompt_token_ids)
+    assert (choice.finish_reason, choice.message.content) == ("stop", CALL)
+
+
+def test_only_one_call_is_given_out_where_only_one_may_be() -> None:
+    _, make_parser = chosen("auto")
+    assert calls_in(read(make_parser, CALL + CALL, parallel=False)) == [("weather", {"city": "Oslo"})]
+
+
+def test_a_named_function_has_the_whole_output_as_its_arguments() -> None:
+    spec, make_parser = chosen({"type": "function", "function": {"name": "weather"}})
+    message = read(make_parser, '{"city": ', '"Oslo"}\n')
+    assert json.loads(spec.constraint.json_schema) == PARAMETERS
+    assert calls_in(message) == [("weather", {"city": "Oslo"})]
+    assert message["content"] is None
+
+
+@pytest.mark.parametrize(
+    ("output", "valid"),
+    [
+        ([{"name": "weather", "arguments": {"city": "Oslo"}}, {"name": "time", "arguments": {}}], True),
+        ([], False),
+        ([{"name": "weather", "arguments": {}}], False),
+        ([{"name": "another", "arguments": {}}], False),
+        ([{"name": "time"}], False),
+    ],
+)
+def test_a_required_call_is_one_of_the_tools(output: Any, valid: bool) -> None:
+    spec, _ = chosen("required")
+    assert Draft202012Validator(json.loads(spec.constraint.json_schema)).is_valid(output) is valid
+
+
+def test_required_calls_are_read_from_an_array() -> None:
+    _, make_parser = chosen("required")
+    texts = ('[{"name": "time", "argum', 'ents": {}}, {"name": "weather", "arguments": {"city": "Oslo"}}]')
+    assert calls_in(read(make_parser, *texts)) == [("time", {}), ("weather", {"city": "Oslo"})]
+
+
+def test_only_one_call_is_required_where_only_one_may_be() -> None:
+    spec, _ = chosen("required", parallel_tool_calls=False)
+    assert json.loads(spec.constraint.json_schema)["maxItems"] == 1
+
+
+def test_a_call_that_is_cut_off_keeps_what_there_is() -> None:
+    _, make_parser = chosen({"type": "function", "function": {"name": "weather"}})
+    message = read(make_parser, '{"city": "Os')
+    assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Os'}
+
+
+def test_what_matches_no_schema_is_content() -> None:
+    """As when the constraint isn't kept."""
+    _, make_parser = chosen("required")
+    assert read(make_parser, "Hello, [you]")["content"] == "Hello, [you]"
+
+
+@pytest.mark.parametrize(
+    ("choice", "fields"),
+    [
+        ("required", {"tools": []}),
+        ({"type": "function", "function": {"name": "another"}}, {}),
+    ],
+)
+def test_a_choice_of_what_is_not_there_is_refused(choice: Any, fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        chosen(choice, **fields)
+    assert caught.value.field == "tool_choice"
+
+
+async def test_a_call_that_must_be_made_does_not_go_with_a_format(face: Face) -> None:
+    fields = {"tools": [TIME], "tool_choice": "required", "response_format": {"type": "json_object"}}
+    error = await face.refused("/v1/chat/completions", messages=MESSAGES, **fields)
+    assert error["param"] == "tool_choice"
+
+
+async def test_results_are_passed_on(face: Face) -> None:
+    called = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+    }
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "c1", "content": "-3 degrees"},
+    ]
+    call = chat(face, messages=messages)
+    submit = await answer(face, "No.")
+    prompt = TOKENIZER.decode(submit.prompt_token_ids)
+    assert (await call).choices[0].message.content == "No."
+    assert "Oslo" in prompt
+    assert "-3 degrees" in prompt
