@@ -15,6 +15,9 @@ from pagoda.v1 import inference_pb2 as pb
 from pagoda.v1.sampling_pb2 import SamplingParams
 from router import chat, validation
 from router.config import RouterConfig
+from router.openai import server, streaming
+from router.openai.calls import MAX_BODY_BYTES
+from router.openai.schemas import MAX_PROMPTS, ChatBody, CompletionBody
 from scheduler.config import SchedulerConfig
 from shard import model_config
 from tests.docs.generate import CONFIGS, TABLES, flag, generated, tables_in
@@ -132,6 +135,23 @@ REQUEST_MESSAGES = [
 def test_every_field_of_a_request_has_its_row(message: type) -> None:
     for field in message.DESCRIPTOR.fields:  # type: ignore[attr-defined]
         row("docs/clients.md", field.name)
+
+
+@pytest.mark.parametrize("body", [CompletionBody, ChatBody])
+def test_every_parameter_of_openais_api_has_its_row(body: type[CompletionBody] | type[ChatBody]) -> None:
+    for name in body.model_fields:
+        row("docs/openai.md", name)
+
+
+def test_the_limits_of_http_are_those_of_the_code() -> None:
+    page = prose("docs/openai.md")
+
+    assert f"up to {MAX_PROMPTS} of either" in row("docs/openai.md", "prompt")
+    assert f"over {MAX_BODY_BYTES >> 20} MiB" in page
+    assert f"`--request-timeout`, {RouterConfig.request_timeout:g} s by default" in page
+    assert f"a comment every {streaming.KEEP_ALIVE_S:g} s" in page
+    assert f"stay open for {server.KEEP_ALIVE_S} s" in page
+    assert f"up to {validation.MAX_REQUEST_ID_LENGTH} printable ASCII characters" in page
 
 
 def test_ranges_are_those_that_are_checked() -> None:

@@ -1,8 +1,10 @@
 """What README.md and docs/ tell a reader to run, run as they say, on free ports."""
 
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,22 +25,34 @@ from tests.e2e.stack import PROCESSES, Stack, launched, until
 pytestmark = pytest.mark.e2e
 
 ADDRESS = "127.0.0.1:50051"
+URL = "http://127.0.0.1:8000/v1"
 
 
-def program(page: str, address: str) -> str:
-    """The Python blocks of a page, which are one program, against another address."""
-    text = "\n".join(blocks(page, "python"))
-    assert ADDRESS in text
-    return text.replace(ADDRESS, address)
+def against(stack: Stack, text: str) -> str:
+    """A program or command of a page, with other addresses."""
+    assert ADDRESS in text or URL in text
+    return text.replace(ADDRESS, stack.address).replace(URL, stack.url)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/clients.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/clients.md", "docs/openai.md"])
 def test_the_python_of_a_page_runs(stack: Stack, page: str) -> None:
-    command = [sys.executable, "-c", program(page, stack.address)]
+    """Its blocks are one program."""
+    command = [sys.executable, "-c", against(stack, "\n".join(blocks(page, "python")))]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.split()) > 10
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="needs curl")
+@pytest.mark.parametrize("page", ["README.md", "docs/openai.md"])
+def test_curl_is_given_what_it_takes(stack: Stack, page: str) -> None:
+    (command,) = [block for block in blocks(page, "sh") if block.startswith("curl")]
+    done = subprocess.run(
+        ["bash", "-ec", against(stack, command)], capture_output=True, text=True, timeout=60, check=True
+    )
+
+    assert json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 
 def test_the_prefix_cache_is_flushed_under_the_launcher(tiny_model_folder: Path) -> None:
