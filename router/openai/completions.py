@@ -64,12 +64,9 @@ class _Completion:
             common.sampling.logprobs = body.logprobs
             if body.echo:
                 common.prompt_logprobs = body.logprobs
-        prompts = _prompts(body)
-        for index, prompt in enumerate(prompts):
+        for prompt in _prompts(body):
             spec = pb.GenerateSpec()
             spec.CopyFrom(common)
-            if len(prompts) > 1:
-                spec.request_id = f"{request_id}-{index}"
             if isinstance(prompt, str):
                 spec.text = prompt
             else:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final
@@ -109,7 +110,8 @@ def from_body(error: RequestValidationError) -> RequestError:
     messages = dict.fromkeys(one["msg"] for one in failures if one["loc"][1:2] == path[:1])
     message = "; or: ".join(list(messages)[:4])
     if first["type"] != "missing":
-        message += f" (given: {_shortened(first['input'])})"
+        # Never the whole: a prompt may be megabytes long.
+        message += f" (given: {reprlib.repr(first['input'])})"
     return invalid(_name(path) if len(messages) == 1 else _name(path[:1]), message)
 
 
@@ -149,9 +151,3 @@ def _param(field: str) -> str | None:
 def _name(path: Sequence[str | int]) -> str:
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return name.removeprefix(".")
-
-
-def _shortened(value: object) -> str:
-    # Never the whole: a prompt may be megabytes long.
-    text = repr(value[:100] if isinstance(value, str | list) else value)
-    return text if len(text) <= 100 else f"{text[:100]}…"

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.rpc import AddressError, split_host_port
 from router.inference import OpenCalls
@@ -55,7 +56,7 @@ class HTTPServer:
         self._server = _Server(
             uvicorn.Config(
                 calls,
-                http="h11",
+                http=_Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -99,6 +100,15 @@ class HTTPServer:
         for connection in connections:
             if client is None or connection.client == client:
                 connection.transport.abort()
+
+
+class _Connection(H11Protocol):
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Gives it as long for its first request as for the next ones."""
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
 
 
 class _Server(uvicorn.Server):

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -168,6 +169,18 @@ def test_many_clients_are_served_at_once(client: openai.OpenAI, model: str) -> N
 
     with ThreadPoolExecutor(32) as pool:
         assert list(pool.map(ask, range(64))) == [8] * 64
+
+
+def test_no_request_makes_it_fail(tiny_model_folder: Path, tmp_path: Path) -> None:
+    """Bodies are made from the schemas that it publishes."""
+    with launched(f"--model={tiny_model_folder}", "--max-model-len=256") as stack:
+        stack.wait_ready()
+        schemas = stack.url.removesuffix("/v1") + "/openapi.json"
+        options = ["--checks=not_a_server_error", "--phases=fuzzing", "--max-examples=50", "--seed=1"]
+        command = [sys.executable, "-m", "schemathesis.cli", "run", schemas, *options]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+
+    assert done.returncode == 0, done.stdout
 
 
 def node(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -110,6 +110,16 @@ async def test_a_long_value_is_not_repeated(face: Face) -> None:
     assert len(error["message"]) < 500
 
 
+@pytest.mark.parametrize("depth", range(100, 1300, 100))
+async def test_deep_schemas_break_nothing(face: Face, depth: int) -> None:
+    nested = b'{"a": ' * depth + b"{}" + b"}" * depth
+    tool = b'{"type": "function", "function": {"name": "f", "parameters": %b}}' % nested
+    head = b'{"messages": [{"role": "user", "content": "hi"}], "temperature": -1, '
+    for rest in (b'"tools": [%b]}' % tool, b'"stop": %b}' % nested):
+        response = await face.http.post("/v1/chat/completions", content=head + rest, headers=JSON)
+        assert response.status_code == 400
+
+
 async def test_a_prompt_that_is_too_long_has_the_code_that_clients_know(face: Face) -> None:
     error = await face.refused(prompt="你" * 600)
     assert error["code"] == "context_length_exceeded"

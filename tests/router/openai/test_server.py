@@ -12,6 +12,7 @@ from jsonschema import Draft202012Validator
 
 from common.rpc import AddressError
 from router.inference import OpenCalls
+from router.openai import server
 from router.openai.server import MAX_HEADER_BYTES, HTTPServer
 from tests.router.fake_scheduler import STOP
 from tests.router.openai.conftest import EOS, Face, ids
@@ -82,6 +83,16 @@ async def test_headers_are_bounded(face: Face) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", face.port)
     writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * MAX_HEADER_BYTES)
     assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+    writer.close()
+
+
+async def test_a_connection_that_says_nothing_is_closed(
+    start_face: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.01)
+    face: Face = await start_face()
+    reader, writer = await asyncio.open_connection("127.0.0.1", face.port)
+    assert await reader.read() == b""
     writer.close()
 
 
