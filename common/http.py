@@ -13,6 +13,8 @@ from common.rpc import AddressError, split_host_port
 
 # More wait in the listen queue.
 MAX_CONNECTIONS: Final = 64
+# Of connections that a server of `listen` hasn't taken yet.
+BACKLOG: Final = 1024
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +54,35 @@ class _Handler(WSGIRequestHandler):
         """Requests come several times a minute or second; their lines would drown the log."""
 
 
+def listen(option: str, address: str) -> socket.socket:
+    """A socket that listens on `HOST:PORT`. `option` gave the address.
+
+    Raises:
+        AddressError: the address is malformed or taken; the message names the option.
+    """
+    try:
+        host, port = split_host_port(address)
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except AddressError as error:
+        raise AddressError(f"{option} {error}") from error
+    except OSError as error:
+        raise AddressError(f"{option} {address}: {error.strerror}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        # Only now is the port taken.
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise AddressError(f"{option} {address}: {_reason(error)}") from error
+    return listener
+
+
+def _reason(error: OSError) -> str | None:
+    return "already in use" if error.errno == errno.EADDRINUSE else error.strerror
+
+
 def serve_http(option: str, address: str, app: WSGIApplication) -> int:
     """Serves `app` on `HOST:PORT` from daemon threads; returns the bound port. `option` gave the address.
 
@@ -64,8 +95,7 @@ def serve_http(option: str, address: str, app: WSGIApplication) -> int:
     except AddressError as error:
         raise AddressError(f"{option} {error}") from error
     except OSError as error:
-        reason = "already in use" if error.errno == errno.EADDRINUSE else error.strerror
-        raise AddressError(f"{option} {address}: {reason}") from error
+        raise AddressError(f"{option} {address}: {_reason(error)}") from error
     server.set_app(app)
     threading.Thread(target=server.serve_forever, name=option.removeprefix("--"), daemon=True).start()
     return int(server.server_port)

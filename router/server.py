@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
 from common import rpc
+from common.http import listen
 from common.lifecycle import stop_event
 from common.model_files import ModelFiles
 from common.probes import Probes, serve_probes
@@ -90,14 +92,15 @@ class Router:
         rpc.add_reflection(self._server, [SERVICE_NAME])
         self._tasks: set[asyncio.Task[Any]] = set()
         self.port = rpc.bind(self._server, config.listen_address, self.tls)
-        self.http = self._http_server() if config.http_address else None
+        self._listener = listen("--http-address", config.http_address) if config.http_address else None
+        self.http: HTTPServer | None = None
 
     async def start(self) -> None:
         """Serves and connects; health says SERVING once a scheduler is connected."""
         await self._set_health()
         await self._server.start()
-        if self.http:
-            self.http.start()
+        if self._listener is not None:
+            self.http = self._http_server(self._listener)
         self.replicas.start()
         self._spawn(self._tick())
         self._spawn(self.inference.auth.watch())
@@ -128,7 +131,7 @@ class Router:
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
-    def _http_server(self) -> "HTTPServer":
+    def _http_server(self, listener: socket.socket) -> "HTTPServer":
         # FastAPI takes a quarter of a second to import, for nothing where no HTTP is wanted.
         from router.openai.app import create_app
         from router.openai.server import HTTPServer
@@ -136,7 +139,7 @@ class Router:
         return HTTPServer(
             create_app(self.inference, lambda: self.probes.ready),
             self.inference.calls,
-            self._config.http_address,
+            listener,
             request_timeout=self._config.request_timeout,
             write_stall_timeout=self._config.write_stall_timeout,
         )

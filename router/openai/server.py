@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from common.rpc import AddressError, split_host_port
+from common.http import BACKLOG
 from router.inference import OpenCalls
 from router.openai.calls import Calls
 
@@ -20,32 +20,27 @@ MAX_CONNECTIONS: Final = 4096
 MAX_HEADER_BYTES: Final = 32 * 1024
 # More than the 60 s of usual load balancers, or they would send requests into connections that just closed.
 KEEP_ALIVE_S: Final = 75
-_BACKLOG: Final = 1024
 
 
 class HTTPServer:
     """One listening address.
 
     Attributes:
-        port: Bound; not what was asked for, if that was 0.
+        port: Of it.
     """
 
     def __init__(
         self,
         app: FastAPI,
         open_calls: OpenCalls,
-        address: str,
+        listener: socket.socket,
         *,
         request_timeout: float,
         write_stall_timeout: float,
     ) -> None:
-        """Binds `--http-address`.
-
-        Raises:
-            AddressError: it is malformed or taken; the message names the option.
-        """
-        self._socket = _listening(address)
-        self.port: int = self._socket.getsockname()[1]
+        """Takes connections from `listener` from now on. Timeouts in seconds."""
+        self._socket = listener
+        self.port: int = listener.getsockname()[1]
         calls = Calls(
             app,
             open_calls,
@@ -66,40 +61,38 @@ class HTTPServer:
                 proxy_headers=False,
                 server_header=False,
                 date_header=False,
-                backlog=_BACKLOG,
+                backlog=BACKLOG,
                 limit_concurrency=MAX_CONNECTIONS,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             )
         )
-        self._serving: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Takes connections."""
         _allow_connections()
-        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
 
     def leave(self) -> None:
         """Takes no more connections, closes idle ones, and the others after their answers."""
         self._server.should_exit = True
 
     async def close(self) -> None:
-        """Breaks what connections there are."""
-        if self._serving is not None:
-            self._serving.cancel()
-            await asyncio.wait({self._serving})
+        """Closes what connections there are; what was written still goes out to clients that take it."""
+        self._serving.cancel()
+        await asyncio.wait({self._serving})
         # There is none if it hadn't begun to serve.
         for listener in getattr(self._server, "servers", ()):
             listener.close()
         self._socket.close()
-        self._cut_off()
+        for connection in self._connections():
+            connection.transport.close()
 
-    def _cut_off(self, client: Any = None) -> None:
-        """Breaks the connection of the client at this address, or all."""
-        connections: list[Any] = list(self._server.server_state.connections)
-        for connection in connections:
-            if client is None or connection.client == client:
+    def _cut_off(self, client: Any) -> None:
+        """Breaks the connection of the client at this address, and drops what it didn't take."""
+        for connection in self._connections():
+            if connection.client == client:
                 connection.transport.abort()
+
+    def _connections(self) -> list[Any]:
+        return list(self._server.server_state.connections)
 
 
 class _Connection(H11Protocol):
@@ -116,26 +109,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leaves them to the process."""
         yield
-
-
-def _listening(address: str) -> socket.socket:
-    listener = None
-    try:
-        host, port = split_host_port(address)
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(target)
-        # Only now is the port taken.
-        listener.listen(_BACKLOG)
-    except AddressError as error:
-        raise AddressError(f"--http-address {error}") from error
-    except OSError as error:
-        if listener is not None:
-            listener.close()
-        message = "can't be bound; it is in use or not an address of this host"
-        raise AddressError(f"--http-address {address}: {message}") from error
-    return listener
 
 
 def _allow_connections() -> None:

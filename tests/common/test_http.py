@@ -8,6 +8,7 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 import pytest
 
 from common import http as small_http
+from common.rpc import AddressError
 
 
 def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -30,3 +31,17 @@ def test_connections_beyond_the_limit_wait(monkeypatch: pytest.MonkeyPatch) -> N
     answered = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     answered.request("GET", "/")
     assert answered.getresponse().read() == b"here"
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:99999"])
+def test_an_address_to_listen_on_that_is_none_is_named(address: str) -> None:
+    with pytest.raises(AddressError, match=r"^--http-address .*HOST:PORT"):
+        small_http.listen("--http-address", address)
+
+
+def test_a_port_that_is_listened_on_is_taken() -> None:
+    with small_http.listen("--http-address", "127.0.0.1:0") as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        with pytest.raises(AddressError, match=rf"^--http-address {address}: already in use"):
+            small_http.listen("--http-address", address)

@@ -1,5 +1,6 @@
 """The OpenAI-compatible API against real processes, with OpenAI's own clients."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -83,6 +84,41 @@ def test_greedy_tokens_are_the_likeliest(client: openai.OpenAI, model: str) -> N
     assert "".join(logprobs.tokens) == choice.text
     for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True):
         assert max(top, key=top.get) == token
+
+
+def test_the_log_probabilities_of_a_prompt_are_those_of_its_tokens(client: openai.OpenAI, model: str) -> None:
+    """What was likely to be written is as likely to be read."""
+    fields: Any = {"model": model, "temperature": 0, "logprobs": 0}
+    written = client.completions.create(prompt=STORY, max_tokens=8, **fields).choices[0]
+    read = client.completions.create(prompt=STORY + written.text, max_tokens=1, echo=True, **fields).choices[
+        0
+    ]
+
+    start = len(STORY)
+    assert read.text.startswith(STORY + written.text)
+    count = len([offset for offset in read.logprobs.text_offset if offset < start])
+    assert read.logprobs.tokens[count:-1] == written.logprobs.tokens
+    assert read.logprobs.token_logprobs[count:-1] == pytest.approx(written.logprobs.token_logprobs, abs=0.05)
+    assert read.logprobs.token_logprobs[0] is None
+
+
+def test_a_token_that_is_banned_is_not_written(client: openai.OpenAI, model: str) -> None:
+    fields: Any = {"model": model, "prompt": STORY, "max_tokens": 1, "temperature": 0}
+    text = client.completions.create(**fields).choices[0].text
+    url = str(client.base_url).removesuffix("/v1/")
+    (token_id,) = tokens_of(url, text)
+
+    other = client.completions.create(logit_bias={str(token_id): -100}, **fields).choices[0].text
+
+    assert other != text
+
+
+def tokens_of(url: str, text: str) -> list[int]:
+    body = json.dumps({"prompt": text}).encode()
+    request = urllib.request.Request(url + "/tokenize", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10) as response:
+        tokens: list[int] = json.load(response)["tokens"]
+    return tokens
 
 
 def test_many_prompts_are_completed_side_by_side(client: openai.OpenAI, model: str) -> None:

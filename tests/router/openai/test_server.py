@@ -2,18 +2,14 @@
 
 import asyncio
 import contextlib
-import socket
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from jsonschema import Draft202012Validator
 
-from common.rpc import AddressError
-from router.inference import OpenCalls
 from router.openai import server
-from router.openai.server import MAX_HEADER_BYTES, HTTPServer
+from router.openai.server import MAX_HEADER_BYTES
 from tests.router.fake_scheduler import STOP
 from tests.router.openai.conftest import EOS, Face, ids
 
@@ -137,20 +133,3 @@ async def test_a_router_that_takes_no_more_says_so(face: Face) -> None:
     face.grpc.router.inference.refusing = True
     response = await face.post("/v1/completions", prompt="fox")
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-
-
-def serve(address: str) -> HTTPServer:
-    return HTTPServer(FastAPI(), OpenCalls(), address, request_timeout=1, write_stall_timeout=1)
-
-
-@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:99999"])
-def test_an_address_that_is_none_is_named(address: str) -> None:
-    with pytest.raises(AddressError, match=r"^--http-address .*HOST:PORT"):
-        serve(address)
-
-
-def test_a_port_in_use_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(AddressError, match=rf"^--http-address {address}: .*in use"):
-            serve(address)
