@@ -47,6 +47,7 @@ def call_of(request: Request) -> Call:
 def caller_of(request: Request) -> Caller:
     """Who asks, as the headers say."""
     return Caller(
+        method=request.url.path,
         time_remaining=call_of(request).deadline - time.monotonic(),
         trace_context=checked_trace_context(request.headers.get("traceparent", "")),
     )

@@ -191,6 +191,19 @@ async def test_a_beam_search_is_passed_on(face: Face) -> None:
     assert (submit.beam_search.length_penalty, submit.beam_search.early_stopping) == (0.5, True)
 
 
+async def test_a_logged_request_is_named_by_its_path(
+    start_face: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    face: Face = await start_face(log_requests="summary")
+    call = complete(face, extra_headers={"X-Request-Id": "mine"})
+    await answer(face, "fox")
+    await call
+    await face.grpc.router.inference.calls.wait_idle()
+    (fields,) = [record.fields for record in caplog.records if record.name == "router.requests"]  # type: ignore[attr-defined]
+    assert "/v1/completions" in fields.values()
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
