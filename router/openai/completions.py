@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from fastapi.responses import JSONResponse, Response
 
+from common.tokenizer import Tokenizer
 from pagoda.v1 import inference_pb2 as pb
 from router.errors import invalid
 from router.inference import Caller, Inference, Running
@@ -16,7 +17,6 @@ from router.openai.logprobs import CompletionLogprobs, mean_logprob
 from router.openai.schemas import MAX_PROMPTS, CompletionBody
 from router.openai.spec import common_spec
 from router.openai.streaming import Chunks, event_stream, merged
-from router.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS: Final = 16
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any, Final
 
+from common.tokenizer import Tokenizer
 from pagoda.v1.sampling_pb2 import PositionLogprobs, TokenLogprob
-from router.tokenizer import Tokenizer
 
 # JSON has no infinity; OpenAI says this of what can't be.
 _IMPOSSIBLE: Final = -9999.0

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from router.validation import MAX_LOGPROBS
+from common.sampling import MAX_LOGPROBS
 
 # What a proto field can hold.
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
