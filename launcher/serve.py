@@ -127,13 +127,13 @@ def _welcome(config: ServeConfig, name: str, addresses: Mapping[str, str], secon
     http, block_map = addresses.get("http-address"), addresses.get("block-map-address")
     gateway = addresses.get("gateway-address")
     to = "" if listen == ServeConfig.listen_address else f" --address {dialable(listen)}"
-    tls = " --tls-ca-file CA.pem" if config.tls_cert_file else ""
+    scheme, tls = ("https", " --tls-ca-file CA.pem") if config.tls_cert_file else ("http", "")
     key = "PAGODA_CHAT_API_KEY=KEY " if config.api_keys_file else ""
     return "\n".join(
         [
             f"Pagoda serves {name} after {seconds:.1f} s.",
             f"  gRPC     {listen}",
-            *([f"  HTTP     http://{dialable(http)}/v1"] if http else []),
+            *([f"  HTTP     {scheme}://{dialable(http)}/v1"] if http else []),
             *(f"  metrics  http://{addresses[f'{one}-metrics-address']}/metrics  ({one})" for one in METRICS),
             *([f"  blocks   http://{dialable(block_map)}/"] if block_map else []),
             *([f"  gateway  grpc://{dialable(gateway)}"] if gateway else []),

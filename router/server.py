@@ -140,6 +140,8 @@ class Router:
             create_app(self.inference, lambda: self.probes.ready),
             self.inference.calls,
             listener,
+            self.inference.auth,
+            self.tls,
             request_timeout=self._config.request_timeout,
             write_stall_timeout=self._config.write_stall_timeout,
         )
@@ -214,6 +216,8 @@ def _check_addresses(config: RouterConfig, tls: ServerTls | None, scheduler_tls:
     else:
         missing = ""
     rpc.check_exposure("--listen-address", config.listen_address, missing, config.insecure)
+    if config.http_address:
+        rpc.check_exposure("--http-address", config.http_address, missing, config.insecure)
 
 
 async def _within(limit_s: float, awaitable: Any) -> None:

@@ -14,12 +14,15 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router import metrics
+from router.auth import Authenticator, Tenant
 from router.errors import RequestError
 from router.inference import Caller, OpenCalls, checked_trace_context
 from router.openai import errors
 from router.openai.errors import HTTPError
 from router.validation import MAX_REQUEST_ID_LENGTH
 
+# For load balancers, which have no key.
+OPEN_PATHS: Final = ("/health",)
 MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 
 
@@ -31,11 +34,13 @@ class Call:
         request_id: The client's X-Request-Id, or one made up.
         deadline: When it has to be answered, in seconds of the monotonic clock.
         code: The gRPC code that metrics count it by.
+        tenant: Whose key it carries.
     """
 
     request_id: str
     deadline: float
     code: str = "OK"
+    tenant: Tenant = Tenant()
 
 
 def call_of(request: Request) -> Call:
@@ -50,20 +55,22 @@ def caller_of(request: Request) -> Caller:
         method=request.url.path,
         time_remaining=call_of(request).deadline - time.monotonic(),
         trace_context=checked_trace_context(request.headers.get("traceparent", "")),
+        tenant=call_of(request).tenant,
     )
 
 
 class Calls:
     """An ASGI application around another.
 
-    It reads the whole body first. Then it lets the application answer until the client goes away, stops
-    reading, or has waited too long.
+    It asks for a key and reads the whole body. Then it lets the application answer until the client goes
+    away, stops reading, or has waited too long.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         open_calls: OpenCalls,
+        auth: Authenticator,
         *,
         request_timeout: float,
         write_stall_timeout: float,
@@ -72,6 +79,7 @@ class Calls:
         """`cut_off` breaks the connection of a client, given by its address. Timeouts in seconds."""
         self._app = app
         self._open_calls = open_calls
+        self._auth = auth
         self._request_timeout = request_timeout
         self._write_stall_timeout = write_stall_timeout
         self._cut_off = cut_off
@@ -83,6 +91,8 @@ class Calls:
         writer = _Writer(send, call, self._write_stall_timeout, lambda: self._cut_off(scope["client"]))
         self._open_calls.open()
         try:
+            if scope["path"] not in OPEN_PATHS:
+                call.tenant = self._auth.authenticate(Headers(scope=scope).get("authorization"))
             await self._answer(scope, receive, writer, call)
         except RequestError as error:
             await writer.end(error, scope, receive)

@@ -89,6 +89,8 @@ def body(error: RequestError) -> dict[str, Any]:
 def response(error: RequestError) -> Response:
     """The whole answer."""
     headers = dict(error.headers) if isinstance(error, HTTPError) else {}
+    if error.code is _Code.UNAUTHENTICATED:
+        headers["WWW-Authenticate"] = "Bearer"
     if error.retry_delay is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_delay)))
     return JSONResponse(body(error), _status(error), headers)

@@ -12,6 +12,8 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.http import BACKLOG
+from common.tls import ServerTls
+from router.auth import Authenticator
 from router.inference import OpenCalls
 from router.openai.calls import Calls
 
@@ -34,6 +36,8 @@ class HTTPServer:
         app: FastAPI,
         open_calls: OpenCalls,
         listener: socket.socket,
+        auth: Authenticator,
+        tls: ServerTls | None = None,
         *,
         request_timeout: float,
         write_stall_timeout: float,
@@ -44,6 +48,7 @@ class HTTPServer:
         calls = Calls(
             app,
             open_calls,
+            auth,
             request_timeout=request_timeout,
             write_stall_timeout=write_stall_timeout,
             cut_off=self._cut_off,
@@ -67,6 +72,9 @@ class HTTPServer:
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             )
         )
+        # Loaded first, and its own options for certificates not used: they would read the files once.
+        self._server.config.load()
+        self._server.config.ssl = tls.ssl_context() if tls else None
         _allow_connections()
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
 

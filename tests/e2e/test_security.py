@@ -68,6 +68,7 @@ def processes(model: Path, ca: Authority, keys: Path) -> Iterator[tuple[str, str
             f"--tls-cert-file={router.certificate}",
             f"--tls-key-file={router.key}",
             f"--api-keys-file={keys}",
+            "--http-address=",
             *client_flags("scheduler", router, ca),
         ],
     }
