@@ -254,6 +254,7 @@ class Generation:
             stop_token_ids=sorted(request.stop_token_ids),
             n=request.n,
             beam_search=request.beam_search,
+            constraint=request.constraint,
             priority=request.priority,
             cache_salt=request.cache_salt,
             tenant=self._tenant.id,

@@ -17,8 +17,9 @@ from common.sampling import (
     check_stop_tokens,
     complete,
 )
-from pagoda.v1.inference_pb2 import BeamSearch, GenerateSpec, StopConditions
+from pagoda.v1.inference_pb2 import BeamSearch, Constraint, GenerateSpec, StopConditions
 from pagoda.v1.sampling_pb2 import SamplingParams
+from router.constraint import check_constraint
 from router.errors import RequestError, invalid, unserved
 from router.prompt import PromptEncoder
 
@@ -65,6 +66,7 @@ class Request:
     min_tokens: int = 0
     n: int = 1
     beam_search: BeamSearch | None = None
+    constraint: Constraint | None = None
     # Lower ones first.
     priority: int = 0
     cache_salt: str = ""
@@ -97,6 +99,7 @@ async def _validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) 
     beam_search = _beam_search(spec, n)
     sampling = complete(spec.sampling, limits.vocab_size, "spec.sampling")
     stop_token_ids = _stop_token_ids(spec.stop, limits)
+    check_constraint(spec, stop_token_ids)
     check_stop_strings(spec.stop.strings, "spec.stop.strings")
     if spec.stop.HasField("max_tokens"):
         check_lengths(spec.stop.max_tokens, spec.stop.min_tokens, "spec.stop")
@@ -126,6 +129,7 @@ async def _validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) 
         ),
         n=n,
         beam_search=beam_search,
+        constraint=spec.constraint if spec.HasField("constraint") else None,
         priority=spec.priority,
         cache_salt=spec.cache_salt,
         model_revision=spec.model_revision,
@@ -158,7 +162,6 @@ def _request_id(given: str) -> str:
 
 def _refuse_unserved(spec: GenerateSpec) -> None:
     unserved_yet = {
-        "constraint": spec.HasField("constraint"),
         "adapter": spec.adapter,
     }
     for name, given in unserved_yet.items():

@@ -11,7 +11,6 @@ from pagoda.v1.inference_pb2 import (
     BeamSearch,
     Chat,
     ChatMessage,
-    Constraint,
     GenerateSpec,
     PriorOutput,
     StopConditions,
@@ -154,7 +153,6 @@ INVALID = [
     (prior(PriorOutput(token_ids=[4, 1])), "spec.prior_outputs[0].token_ids", "stop token 1"),
 ]
 UNSERVED = [
-    (GenerateSpec(token_ids=IDS, constraint=Constraint(json_object=True)), "spec.constraint"),
     (GenerateSpec(token_ids=IDS, adapter="lora"), "spec.adapter"),
 ]
 
