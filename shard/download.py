@@ -15,9 +15,13 @@ class Download:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(packed.device))
 
-    def fetch(self) -> list[float]:
-        """The numbers on the host. Waits for their copy and for nothing else."""
+    def wait(self) -> Tensor:
+        """The numbers on the host, `[count]` float64. Waits for their copy and for nothing else."""
         if self._copied is not None:
             self._copied.synchronize()
-        numbers: list[float] = self._host.tolist()
+        return self._host
+
+    def fetch(self) -> list[float]:
+        """The same as a list."""
+        numbers: list[float] = self.wait().tolist()
         return numbers

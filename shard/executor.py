@@ -12,6 +12,7 @@ import kernels
 from kernels import AttentionBatch, KVCache
 from pagoda.shard.v1.shard_pb2 import BlockCopy, ConfigureRequest, ExecuteRequest
 from shard import decode_graphs, kv_cache, metrics, warm_up
+from shard.constraints import Grammars, mask_logits
 from shard.decode_graphs import Capture, DecodeGraphs
 from shard.models import DecoderModel
 from shard.parallel import RankGroup
@@ -39,16 +40,19 @@ class StepExecutor:
         device: torch.device,
         start_capture: Callable[[], Capture] | None = None,
         ranks: RankGroup | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """`start_capture` gives each configuration what captures its decode steps, else they run eagerly.
 
-        `device` names a GPU by its index. Of several `ranks`, all execute the same commands, and 0 samples.
+        `device` names a GPU by its index. Of several `ranks`, all execute the same commands, and 0 samples; it
+        alone needs `grammars`, which are of this model's vocabulary.
         """
         self._ranks = ranks
         self.model = model
         self._dtype = dtype
         self._device = device
         self._start_capture = start_capture
+        self._match = grammars.match if grammars else None
         self._caches: list[KVCache] = []
         self._host_caches: list[KVCache] = []
         # Device blocks, host blocks, tokens in a block; then sequences, tokens of a step, and of a sequence.
@@ -99,7 +103,12 @@ class StepExecutor:
         # Dynamic RoPE scales by the served length, so that K never depends on how long a sequence became.
         self.model.cos, self.model.sin = rotary_tables(self.model.config, request.max_model_len, self._device)
         self._slots = Slots(
-            request.max_num_seqs, request.max_model_len, request.num_blocks, request.block_size, self._device
+            request.max_num_seqs,
+            request.max_model_len,
+            request.num_blocks,
+            request.block_size,
+            self._device,
+            self._match,
         )
         # Slots, lengths, rows and places of a whole batch; tokens that join; some blocks.
         capacity = 16 * request.max_num_seqs + 4 * request.max_num_batched_tokens
@@ -257,7 +266,14 @@ class StepExecutor:
             [slot.bias_at(position) for slot, position in zip(slots, step.next_positions, strict=True)],
             self._device,
         )
-        return sample(logits, batch)
+        matchers = [slot.matcher for slot in slots]
+        if not any(matchers):
+            return sample(logits, batch)
+        samples = sample(logits, batch, lambda logits: mask_logits(logits, matchers))
+        for row, matcher in enumerate(matchers):
+            if matcher:
+                matcher.sampled(samples, row)
+        return samples
 
     def _move(self, sources: list[KVCache], destinations: list[KVCache], moves: Sequence[BlockCopy]) -> None:
         if moves:

@@ -7,7 +7,7 @@ float64 in whatever order a device adds them, so a row's token depends neither o
 nor on the device's scan; a token under 2**-34 of the likeliest is never drawn.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -249,6 +249,10 @@ class SampleResult:
     _download: Download
     _logprobs: _LogprobRows | None
 
+    def token_id(self, row: int) -> int:
+        """One row's token, on the host."""
+        return int(self._download.wait()[row])
+
     def fetch(self) -> list[SampledToken]:
         """The result on the host, row by row."""
         rows = len(self.token_ids)
@@ -268,11 +272,17 @@ class SampleResult:
         ]
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> SampleResult:
-    """Chooses a token for each row of `logits`, float32 [rows, vocab], which stay as they are.
+def sample(
+    logits: Tensor, batch: SamplingBatch, mask: Callable[[Tensor], None] | None = None
+) -> SampleResult:
+    """Chooses a token for each row of `logits`, float32 [rows, vocab], which stay as they are but for `mask`.
 
-    A temperature of 0 takes the likeliest token, the one with the lowest id among equals.
+    A temperature of 0 takes the likeliest token, the one with the lowest id among equals. `mask` puts -inf in
+    the place of what may not be chosen; log-probabilities are those of the logits before.
     """
+    raw = None if batch.logprobs is None else logits[batch.logprobs.rows]
+    if mask:
+        mask(logits)
     scores = logits if batch.penalties is None else _penalise(logits, batch.penalties)
     scores = scores if batch.biases is None else _add(scores, batch.biases)
     best, token_ids = scores.max(dim=-1)
@@ -283,10 +293,10 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampleResult:
     token_ids.masked_fill_(invalid, 0)
 
     parts = [token_ids.double(), invalid.double()]
-    if batch.logprobs is not None:
-        rows = torch.tensor(batch.logprobs.rows, device=logits.device)
+    if batch.logprobs is not None and raw is not None:
+        asking = torch.tensor(batch.logprobs.rows, device=logits.device)
         width = max(batch.logprobs.counts)
-        parts.append(log_probabilities(logits[rows], token_ids[rows], width).flatten())
+        parts.append(log_probabilities(raw, token_ids[asking], width).flatten())
     return SampleResult(token_ids, invalid, Download(torch.cat(parts)), batch.logprobs)
 
 

@@ -34,6 +34,7 @@ from pagoda.shard.v1 import shard_pb2_grpc
 from pagoda.shard.v1.shard_pb2 import DescribeResponse
 from shard import kv_cache, metrics
 from shard.config import ShardConfig
+from shard.constraints import Grammars
 from shard.decode_graphs import CudaCapture
 from shard.executor import StepExecutor
 from shard.model_config import ModelError, load_model_config
@@ -117,7 +118,9 @@ def load_shard(
     else:
         rendezvous = None
     start_capture = partial(CudaCapture, device) if graphs else None
-    return Loaded(StepExecutor(model, dtype, device, start_capture, ranks), description, rendezvous)
+    grammars = Grammars(path / "tokenizer.json", model_config.vocab_size)
+    executor = StepExecutor(model, dtype, device, start_capture, ranks, grammars)
+    return Loaded(executor, description, grammars, rendezvous)
 
 
 def _partition(config: ShardConfig) -> Partition:

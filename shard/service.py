@@ -27,6 +27,7 @@ from pagoda.shard.v1.shard_pb2 import (
 )
 from pagoda.shard.v1.shard_pb2_grpc import ShardServiceServicer
 from shard import metrics
+from shard.constraints import Grammars
 from shard.executor import StepError, StepExecutor
 from shard.parallel import RankMismatchError, Rendezvous
 from shard.results import StepResult
@@ -40,6 +41,7 @@ class Loaded:
 
     executor: StepExecutor
     description: DescribeResponse
+    grammars: Grammars
     rendezvous: Rendezvous | None = None
     """What rank 0 of several serves as long as this lives."""
 
@@ -112,8 +114,15 @@ class ShardService(ShardServiceServicer):
     def PrepareConstraint(  # noqa: N802
         self, request: PrepareConstraintRequest, context: grpc.ServicerContext
     ) -> PrepareConstraintResponse:
-        """Not served yet."""
-        context.abort(grpc.StatusCode.UNIMPLEMENTED, "constraints are not served yet")
+        """Compiles in this gRPC thread, which waits for a process; the compute thread goes on."""
+        # Imports transformers.
+        from shard.grammar_compiler import ConstraintError
+
+        try:
+            self._loaded(context).grammars.get(request.constraint)
+        except ConstraintError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return PrepareConstraintResponse()
 
     def Execute(  # noqa: N802
         self, request_iterator: Iterator[ExecuteRequest], context: grpc.ServicerContext

@@ -5,13 +5,14 @@ applied on the host at once; what it changes on the device is gathered, to be sc
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from pagoda.shard.v1.shard_pb2 import ExecuteRequest, Fork, Join, Scheduled
+from shard.constraints import Matcher
 from shard.sampler import Bias, SamplingParams
 
 
@@ -41,6 +42,8 @@ class Slot:
     num_blocks: int = 0
     room: int = 0
     """How many tokens can be computed: they fit its blocks, and one more the longest length."""
+    matcher: Matcher | None = None
+    """Of what its constraint allows next."""
 
     def bias_at(self, position: int) -> Bias | None:
         """What is added to the logits of the token at a position."""
@@ -132,9 +135,19 @@ class Slots:
     """The slots of one shard, each empty or taken by a sequence."""
 
     def __init__(
-        self, count: int, max_model_len: int, num_blocks: int, block_size: int, device: torch.device
+        self,
+        count: int,
+        max_model_len: int,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        match: Callable[[Join], Matcher] | None = None,
     ) -> None:
-        """`num_blocks`, each of `block_size` tokens, is the size of the pool."""
+        """`num_blocks`, each of `block_size` tokens, is the size of the pool.
+
+        `match` gives a sequence with a constraint its matcher; a rank that doesn't sample has no use for one.
+        """
+        self._match = match
         self._max_model_len, self._num_blocks, self._block_size = max_model_len, num_blocks, block_size
         width = -(-max_model_len // block_size)
         self.token_ids = torch.zeros(count, max_model_len, dtype=torch.int32, device=device)
@@ -178,6 +191,8 @@ class Slots:
             if not join.computed_length < length <= self._max_model_len:
                 raise StepError(f"slot {join.slot}: {length} tokens, {join.computed_length} of them computed")
             self._take(join, length)
+            if self._match and join.HasField("constraint"):
+                self[join.slot].matcher = self._match(join)
             self._joined.put(join.slot, join.token_ids)
         for update in command.block_updates:
             self._update_blocks(update.slot, update.start, update.block_ids)
@@ -225,8 +240,10 @@ class Slots:
             if source not in rows:
                 raise StepError(f"slot {source} is to be forked and does not sample in this step")
             position = step.next_positions[rows[source]]
+            matcher = self[source].matcher
             for target in fork.targets:
                 self._take(target, position + 1)
+                self[target.slot].matcher = matcher and matcher.fork()
                 step.fork_rows.append(rows[source])
                 step.fork_sources.append(source)
                 step.fork_targets.append(target.slot)

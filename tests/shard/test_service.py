@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,6 +21,7 @@ from pagoda.shard.v1.shard_pb2 import (
 )
 from pagoda.shard.v1.shard_pb2_grpc import ShardServiceStub, add_ShardServiceServicer_to_server
 from pagoda.v1.sampling_pb2 import SamplingParams
+from shard.constraints import Grammars
 from shard.executor import StepExecutor
 from shard.service import Loaded, ShardService
 
@@ -45,7 +47,7 @@ def loaded(service: ShardService, executor: StepExecutor) -> Loaded:
     description = DescribeResponse(
         protocol_version=PROTOCOL_VERSION, max_model_len=128, kv_bytes_per_token=10, kv_capacity_bytes=640
     )
-    service.loaded = Loaded(executor, description)
+    service.loaded = Loaded(executor, description, Grammars(Path("no tokenizer"), 256))
     return service.loaded
 
 
