@@ -13,6 +13,7 @@ from pagoda.shard.v1.shard_pb2 import (
     ExecuteResponse,
     Sampled,
 )
+from pagoda.v1.inference_pb2 import Constraint
 
 VOCAB_SIZE = 32_000
 
@@ -86,6 +87,9 @@ class InstantShard:
     async def configure(self, request: ConfigureRequest) -> ConfigureResponse:
         """Takes any epoch."""
         return ConfigureResponse(epoch=request.epoch)
+
+    async def prepare_constraint(self, constraint: Constraint) -> None:
+        """Takes any."""
 
     def execute(self) -> InstantStream:
         """The only stream."""

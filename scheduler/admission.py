@@ -70,12 +70,8 @@ def make_request(
     _check_vocabulary(submit.sampling.logit_bias, limits, "spec.sampling.logit_bias")
     if submit.min_tokens:
         _check_vocabulary(submit.stop_token_ids, limits, "spec.stop.token_ids")
-    for field, wanted in (
-        ("spec.constraint", submit.HasField("constraint")),
-        ("spec.adapter", bool(submit.adapter)),
-    ):
-        if wanted:
-            raise RefusedError(grpc.StatusCode.UNIMPLEMENTED, f"{field} is not served yet", field)
+    if submit.adapter:
+        raise RefusedError(grpc.StatusCode.UNIMPLEMENTED, "spec.adapter is not served yet", "spec.adapter")
 
     width = max(submit.n, submit.beam_search.beam_width, 1)
     widest = min(limits.max_num_seqs, MAX_WIDTH)

@@ -23,6 +23,7 @@ from scheduler.admission import RefusedError, make_request, seconds, submit_key
 from scheduler.config import SchedulerConfig
 from scheduler.invariants import check
 from scheduler.outbox import Outbox
+from scheduler.preparations import Preparations
 from scheduler.request import Request, Sequence, State
 from scheduler.request_trace import RequestTrace
 from scheduler.scheduler import Limits, Scheduler, SequenceResult, blame
@@ -77,6 +78,7 @@ class Engine:
         # Requests by tenant, over all routers; those that have none are not kept.
         self._tenants: Counter[str] = Counter()
         self._deadlines: dict[Request, asyncio.TimerHandle] = {}
+        self._preparations = Preparations(shard, self._refuse_constraint)
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -87,7 +89,7 @@ class Engine:
     # What routers ask for.
 
     def submit(self, outbox: Outbox, submit: Submit) -> None:
-        """Queues a request; says through the outbox whether it was accepted."""
+        """Queues a request; says through the outbox whether it was accepted: with a constraint, later."""
         try:
             request = self._make_request(outbox, submit)
         except RefusedError as refused:
@@ -95,7 +97,9 @@ class Engine:
             log.debug("refused: %s", refused, extra=_about(submit))
             outbox.refuse(refused.to_proto(submit))
             return
-        outbox.accept(submit.key, request.number)
+        prepares = submit.HasField("constraint") and not request.finished
+        if not prepares:
+            outbox.accept(submit.key, request.number)
         if request.finished:
             return
         if self._tracer and is_sampled(submit.trace_context):
@@ -105,10 +109,21 @@ class Engine:
         self._idle.clear()
         assert self.scheduler  # noqa: S101
         self.scheduler.add(request)
+        if prepares:
+            self._preparations.begin(request, lambda: self._accept_prepared(request))
         if submit.HasField("deadline_remaining"):
             delay = seconds(submit.deadline_remaining)
             self._deadlines[request] = asyncio.get_running_loop().call_later(delay, self._expire, request)
         self._wake.set()
+
+    def _accept_prepared(self, request: Request) -> None:
+        request.outbox.accept(request.submit.key, request.number)
+        self._wake.set()
+
+    def _refuse_constraint(self, request: Request, reason: str) -> None:
+        refused = RefusedError(grpc.StatusCode.INVALID_ARGUMENT, reason, "spec.constraint")
+        metrics.REFUSED.labels(refused.code.name).inc()
+        self._fail(request, refused)
 
     def _make_request(self, outbox: Outbox, submit: Submit) -> Request:
         scheduler, retry_delay = self.scheduler, 1.0
@@ -178,6 +193,7 @@ class Engine:
                 request.trace.end(
                     {"gen_ai.response.id": request.key[0], "gen_ai.usage.input_tokens": request.prompt_length}
                 )
+        self._preparations.forget(request)
         if timer := self._deadlines.pop(request, None):
             timer.cancel()
         if not self._requests:
@@ -406,6 +422,8 @@ class Engine:
         request = sequence.request
         if sampled and sampled.invalid:
             reason = "the model's logits were not finite; the weights or the dtype don't suit this prompt"
+            if request.submit.HasField("constraint"):
+                reason = "no token is left that spec.constraint allows and the model gives a finite logit"
             self._fail(request, RefusedError(grpc.StatusCode.INTERNAL, reason))
             return
         message = SequenceOutput(
@@ -439,6 +457,10 @@ class Engine:
         for request in blame([plan for plan, _ in epoch.in_flight]):
             message = f"the step of this request failed {request.failed_steps} times, the last time alone"
             self._fail(request, RefusedError(grpc.StatusCode.INTERNAL, message))
+        for request in self._requests.values():
+            # The next shard may be a new one. So a join finds its grammar, and no step waits for a compile.
+            if request.submit.HasField("constraint"):
+                self._preparations.begin(request, self._wake.set)
 
     def load(self) -> Load:
         """How busy this replica is."""

@@ -143,6 +143,8 @@ class Request:
     # Keeps time, if the request is traced.
     trace: RequestTrace | None = None
     failed_steps: int = 0
+    # Waits for the shard to know its constraint; others pass it meanwhile.
+    preparing: bool = False
     # Slots set aside for it while any of its sequences runs.
     claim: int = 0
     # Tokens of the prompt; outputs come after them.

@@ -221,10 +221,10 @@ class Scheduler:
     def _admit(self, prefills: list[Sequence]) -> Iterator[list[Sequence]]:
         """Lets waiting sequences join, in order; yields those that have tokens to compute.
 
-        Nobody passes one that may not join. `prefills` grows with what was yielded.
+        Nobody passes one that may not join, unless its constraint isn't prepared. `prefills` grows with what
+        was yielded.
         """
-        while self.waiting:
-            head = self.waiting[0]
+        while head := next((s for s in self.waiting if not s.request.preparing), None):
             group = self._group(head)
             if any(s.num_pending for s in group) or not self._has_slots(head.request):
                 return

@@ -15,8 +15,10 @@ from pagoda.shard.v1.shard_pb2 import (
     DescribeResponse,
     ExecuteRequest,
     ExecuteResponse,
+    PrepareConstraintRequest,
 )
 from pagoda.shard.v1.shard_pb2_grpc import ShardServiceStub
+from pagoda.v1.inference_pb2 import Constraint
 
 if TYPE_CHECKING:
     from pagoda.shard.v1.shard_pb2_grpc import ShardServiceAsyncStub
@@ -31,6 +33,10 @@ class ShardError(Exception):
 
 class ConfigurationError(ShardError):
     """The shard can't be configured like this, now or later."""
+
+
+class ConstraintRefusedError(Exception):
+    """The shard can't honour a constraint; the message is for the client."""
 
 
 class StepStream(Protocol):
@@ -54,6 +60,9 @@ class ShardClient(Protocol):
 
     async def configure(self, request: ConfigureRequest) -> ConfigureResponse:
         """Starts an epoch."""
+
+    async def prepare_constraint(self, constraint: Constraint) -> None:
+        """Returns once joins may carry it; raises ConstraintRefusedError, or ShardError while it is away."""
 
     def execute(self) -> StepStream:
         """Opens the step stream of the configured epoch."""
@@ -125,6 +134,15 @@ class GrpcShardClient:
             hopeless = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
             kind = ConfigurationError if error.code() in hopeless else ShardError
             raise kind(_describe(error)) from error
+
+    async def prepare_constraint(self, constraint: Constraint) -> None:
+        """Compiles it there, or finds it compiled."""
+        try:
+            await self._stub.PrepareConstraint(PrepareConstraintRequest(constraint=constraint), timeout=120)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                raise ConstraintRefusedError(error.details()) from error
+            raise ShardError(_describe(error)) from error
 
     def execute(self) -> GrpcStepStream:
         """Opens the step stream."""

@@ -1,7 +1,7 @@
 """A shard in this process, behind the scheduler's client interface."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from common.version import PROTOCOL_VERSION
 from pagoda.shard.v1.shard_pb2 import (
@@ -11,7 +11,8 @@ from pagoda.shard.v1.shard_pb2 import (
     ExecuteRequest,
     ExecuteResponse,
 )
-from scheduler.shard_client import ConfigurationError, ShardError
+from pagoda.v1.inference_pb2 import Constraint
+from scheduler.shard_client import ConfigurationError, ConstraintRefusedError, ShardError
 from tests.scheduler.fake_shard import VOCAB_SIZE, FakeShard
 
 
@@ -67,6 +68,11 @@ class FakeShardClient:
         self.configured: list[ConfigureRequest] = []
         self.away = False
         self.configuration_error = ""
+        # Constraints that were asked for; none is compiled before `may_prepare`.
+        self.prepared: list[Constraint] = []
+        self.may_prepare = asyncio.Event()
+        self.may_prepare.set()
+        self.constraint_error = ""
         self.invalid = False
         self.failing = False
         self._sent = asyncio.Event()
@@ -89,6 +95,19 @@ class FakeShardClient:
         self._shard = FakeShard.configured(request)
         return ConfigureResponse(epoch=request.epoch)
 
+    async def prepare_constraint(self, constraint: Constraint) -> None:
+        self.prepared.append(constraint)
+        self._sent.set()
+        await self.may_prepare.wait()
+        if self.away:
+            raise ShardError("UNAVAILABLE: loading 10 %")
+        if self.constraint_error:
+            raise ConstraintRefusedError(self.constraint_error)
+
+    async def until_asked(self, count: int) -> None:
+        """Waits until `count` constraints were asked for since the start."""
+        await self._until(lambda: len(self.prepared) >= count)
+
     def execute(self) -> FakeStream:
         self._stream = FakeStream(self)
         return self._stream
@@ -99,8 +118,11 @@ class FakeShardClient:
 
     async def until_sent(self, count: int) -> None:
         """Waits for `count` commands since the start."""
+        await self._until(lambda: len(self.commands) >= count)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
-            while len(self.commands) < count:
+            while not condition():
                 self._sent.clear()
                 await self._sent.wait()
 

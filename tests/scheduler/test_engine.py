@@ -13,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from common.otlp import Tracer
 from common.probes import Probes
 from pagoda.scheduler.v1.scheduler_pb2 import Abort, RequestRefused, Submit
-from pagoda.v1.inference_pb2 import FINISH_REASON_LENGTH, BeamSearch, Constraint, FinishReason, PriorOutput
+from pagoda.v1.inference_pb2 import FINISH_REASON_LENGTH, BeamSearch, FinishReason, PriorOutput
 from scheduler.config import SchedulerConfig
 from scheduler.engine import Engine, FatalError
 from scheduler.invariants import check
@@ -249,7 +249,6 @@ async def test_resumed_outputs_go_on_where_they_were() -> None:
         ({"n": 5}, "INVALID_ARGUMENT", "5 is above max_num_seqs"),
         ({"beam_search": BeamSearch(beam_width=5)}, "INVALID_ARGUMENT", "5 is above max_num_seqs"),
         ({"n": 4, "max_tokens": 80}, "INVALID_ARGUMENT", "for 4 sequences holds"),
-        ({"constraint": Constraint(regex="a")}, "UNIMPLEMENTED", "spec.constraint"),
         ({"adapter": "lora"}, "UNIMPLEMENTED", "spec.adapter"),
         ({"prior_outputs": [PriorOutput(token_ids=[1] * 9)]}, "INVALID_ARGUMENT", "9 prior tokens"),
     ],
