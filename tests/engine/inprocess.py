@@ -20,13 +20,15 @@ from pagoda.shard.v1.shard_pb2 import (
     ExecuteRequest,
     ExecuteResponse,
 )
-from pagoda.v1.inference_pb2 import BeamSearch
+from pagoda.v1.inference_pb2 import BeamSearch, Constraint
 from pagoda.v1.sampling_pb2 import PositionLogprobs, SamplingParams
 from scheduler.config import SchedulerConfig
 from scheduler.engine import Engine
 from scheduler.invariants import check
 from scheduler.outbox import Outbox
+from scheduler.shard_client import ConstraintRefusedError
 from shard import kv_cache
+from shard.constraints import Grammars
 from shard.decode_graphs import Capture
 from shard.executor import StepExecutor
 from shard.model_config import load_model_config
@@ -70,9 +72,9 @@ class InProcessShard:
         config = load_model_config(folder)
         device = torch.device("cpu")
         longest = max_context_len(config)
-        self._executor = StepExecutor(
-            load_model(folder, config, dtype, device, longest).prepare(), dtype, device, start_capture
-        )
+        self._grammars = Grammars(folder / "tokenizer.json", config.vocab_size)
+        model = load_model(folder, config, dtype, device, longest).prepare()
+        self._executor = StepExecutor(model, dtype, device, start_capture, self._grammars)
         self._described = DescribeResponse(
             protocol_version=PROTOCOL_VERSION,
             model_revision="test",
@@ -93,6 +95,14 @@ class InProcessShard:
         self._described.epoch = request.epoch
         kept = await asyncio.to_thread(self._executor.configure, request)
         return ConfigureResponse(epoch=request.epoch, kept_allocation=kept)
+
+    async def prepare_constraint(self, constraint: Constraint) -> None:
+        from shard.grammar_compiler import ConstraintError
+
+        try:
+            await asyncio.to_thread(self._grammars.get, constraint)
+        except ConstraintError as error:
+            raise ConstraintRefusedError(str(error)) from error
 
     def execute(self) -> InProcessStream:
         return InProcessStream(self._executor)
