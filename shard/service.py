@@ -33,6 +33,8 @@ from shard.parallel import RankMismatchError, Rendezvous
 from shard.results import StepResult
 
 log = logging.getLogger(__name__)
+# A request that was aborted leaves its compile to end by itself; the other gRPC threads stay free meanwhile.
+MAX_PREPARING = 4
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class ShardService(ShardServiceServicer):
         self.load_state = "starting"
         self._instance_id = uuid.uuid4().hex
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._preparing = threading.Semaphore(MAX_PREPARING)
         self._lock = threading.Lock()
         self._epoch = 0
         self._streams = 0
@@ -115,13 +118,18 @@ class ShardService(ShardServiceServicer):
         self, request: PrepareConstraintRequest, context: grpc.ServicerContext
     ) -> PrepareConstraintResponse:
         """Compiles in this gRPC thread, which waits for a process; the compute thread goes on."""
+        grammars = self._loaded(context).grammars
         # Imports transformers.
         from shard.grammar_compiler import ConstraintError
 
+        if not self._preparing.acquire(blocking=False):
+            _unavailable(context, f"{MAX_PREPARING} constraints are being compiled already")
         try:
-            self._loaded(context).grammars.get(request.constraint)
+            grammars.get(request.constraint)
         except ConstraintError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            self._preparing.release()
         return PrepareConstraintResponse()
 
     def Execute(  # noqa: N802
