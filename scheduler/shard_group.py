@@ -12,6 +12,7 @@ from pagoda.shard.v1.shard_pb2 import (
     ExecuteRequest,
     ExecuteResponse,
 )
+from pagoda.v1.inference_pb2 import Constraint
 from scheduler.shard_client import ConfigurationError, GrpcShardClient, GrpcStepStream, ShardError
 
 # What every rank of a group must say alike.
@@ -98,6 +99,10 @@ class ShardGroup:
         """Starts an epoch on all ranks, which meet each other meanwhile."""
         responses = await asyncio.gather(*(rank.configure(request) for rank in self._ranks))
         return responses[0]
+
+    async def prepare_constraint(self, constraint: Constraint) -> None:
+        """On rank 0, which samples."""
+        await self._ranks[0].prepare_constraint(constraint)
 
     def execute(self) -> GroupStepStream:
         """Opens the step streams."""

@@ -60,7 +60,8 @@ def fork_command(parent: Sequence, children: list[Sequence]) -> Fork:
 
 def _join(sequence: Sequence, with_tokens: bool = True) -> Join:
     request, submit = sequence.request, sequence.request.submit
-    join = Join(
+    constrained = submit.HasField("constraint")
+    return Join(
         slot=sequence.slot,
         token_ids=sequence.token_ids if with_tokens else (),
         prompt_length=request.prompt_length,
@@ -70,14 +71,11 @@ def _join(sequence: Sequence, with_tokens: bool = True) -> Join:
         output_index=sequence.output_index,
         adapter=submit.adapter,
         num_candidates=request.beams.num_candidates if request.beams else 0,
-        stop_token_ids=request.submit.stop_token_ids if request.submit.min_tokens else (),
-        min_tokens=request.submit.min_tokens,
-        prompt_logprobs=request.submit.prompt_logprobs if sequence.next_prompt_logprob else None,
+        constraint=submit.constraint if constrained and with_tokens else None,
+        stop_token_ids=submit.stop_token_ids if constrained or submit.min_tokens else (),
+        min_tokens=submit.min_tokens,
+        prompt_logprobs=submit.prompt_logprobs if sequence.next_prompt_logprob else None,
     )
-    if submit.HasField("constraint") and with_tokens:
-        join.constraint.CopyFrom(submit.constraint)
-        join.stop_token_ids.extend(submit.stop_token_ids)
-    return join
 
 
 def _copies(moves: list[Move]) -> list[BlockCopy]:

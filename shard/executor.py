@@ -44,8 +44,8 @@ class StepExecutor:
     ) -> None:
         """`start_capture` gives each configuration what captures its decode steps, else they run eagerly.
 
-        `device` names a GPU by its index. Of several `ranks`, all execute the same commands, and 0 samples; it
-        alone needs `grammars`, which are of this model's vocabulary.
+        `device` names a GPU by its index. Of several `ranks`, all execute the same commands, and 0 samples:
+        it alone has `grammars`, of this model's vocabulary, for sequences with a constraint.
         """
         self._ranks = ranks
         self.model = model

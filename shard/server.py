@@ -119,7 +119,8 @@ def load_shard(
         rendezvous = None
     start_capture = partial(CudaCapture, device) if graphs else None
     grammars = Grammars(path / "tokenizer.json", model_config.vocab_size)
-    executor = StepExecutor(model, dtype, device, start_capture, ranks, grammars)
+    matched = None if ranks and ranks.rank else grammars
+    executor = StepExecutor(model, dtype, device, start_capture, ranks, matched)
     return Loaded(executor, description, grammars, rendezvous)
 
 

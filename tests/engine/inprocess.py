@@ -74,7 +74,7 @@ class InProcessShard:
         longest = max_context_len(config)
         self._grammars = Grammars(folder / "tokenizer.json", config.vocab_size)
         model = load_model(folder, config, dtype, device, longest).prepare()
-        self._executor = StepExecutor(model, dtype, device, start_capture, self._grammars)
+        self._executor = StepExecutor(model, dtype, device, start_capture, grammars=self._grammars)
         self._described = DescribeResponse(
             protocol_version=PROTOCOL_VERSION,
             model_revision="test",
