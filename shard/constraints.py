@@ -28,6 +28,10 @@ _REFUSAL_BYTES: Final = 1024
 _STEP_SECONDS: Final = 0.25
 
 
+class ConstraintError(ValueError):
+    """A constraint that can't be served; the message is for the client."""
+
+
 @dataclass(frozen=True)
 class Grammar:
     """A compiled constraint, and its size in bytes."""
@@ -66,15 +70,18 @@ class Grammars:
                 mine = self._grammars[key] = Future()
         if known:
             return known.result().compiled
-        size = _REFUSAL_BYTES
         try:
             grammar = self._compile(constraint)
-            size = grammar.size
             mine.set_result(grammar)
-        except BaseException as error:
+            self._add(grammar.size)
+        except ConstraintError as error:
             mine.set_exception(error)
-        finally:
-            self._add(size)
+            self._add(_REFUSAL_BYTES)
+        except BaseException as error:
+            # A fault of this machine, at this moment.
+            with self._lock:
+                del self._grammars[key]
+            mine.set_exception(error)
         return mine.result().compiled
 
     def match(self, join: Join) -> "Matcher":

@@ -23,8 +23,9 @@ import numpy as np
 import tokenizers
 import xgrammar
 
-from common.token_decoder import TokenDecoder, UnsupportedDecoderError
+from common.detokenizer import TokenDecoder, UnsupportedDecoderError
 from pagoda.v1.inference_pb2 import Constraint
+from shard.constraints import ConstraintError
 from shard.json_schema import supported
 from shard.regex import checked
 
@@ -45,10 +46,6 @@ _CONTROL_CHARACTERS: Final = (r"[^\"\\\r\n]", r"[ -!#-[\]-\ud7ff\ue000-\U0010fff
 _TOO_MUCH: Final = (
     f"it takes more than {CPU_SECONDS} s or {MEMORY_BYTES >> 20} MiB to compile; make it simpler"
 )
-
-
-class ConstraintError(ValueError):
-    """A constraint that can't be served; the message is for the client."""
 
 
 def tokenizer_info(tokenizer_file: Path, vocab_size: int) -> Any:

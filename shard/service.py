@@ -27,7 +27,7 @@ from pagoda.shard.v1.shard_pb2 import (
 )
 from pagoda.shard.v1.shard_pb2_grpc import ShardServiceServicer
 from shard import metrics
-from shard.constraints import Grammars
+from shard.constraints import ConstraintError, Grammars
 from shard.executor import StepError, StepExecutor
 from shard.parallel import RankMismatchError, Rendezvous
 from shard.results import StepResult
@@ -119,9 +119,6 @@ class ShardService(ShardServiceServicer):
     ) -> PrepareConstraintResponse:
         """Compiles in this gRPC thread, which waits for a process; the compute thread goes on."""
         grammars = self._loaded(context).grammars
-        # Imports transformers.
-        from shard.grammar_compiler import ConstraintError
-
         if not self._preparing.acquire(blocking=False):
             _unavailable(context, f"{MAX_PREPARING} constraints are being compiled already")
         try:

@@ -11,8 +11,8 @@ import pytest
 from pagoda.v1 import inference_pb2 as pb
 from pagoda.v1.inference_pb2_grpc import InferenceServiceStub
 from pagoda.v1.sampling_pb2 import SamplingParams
-from tests.e2e.client import status
-from tests.e2e.stack import Stack
+from tests.e2e.client import Answer, status
+from tests.e2e.stack import Stack, launched
 
 pytestmark = pytest.mark.e2e
 
@@ -69,6 +69,19 @@ def test_an_output_is_one_of_the_choices(stub: InferenceServiceStub) -> None:
     response = stub.Generate(asking("'I love it.' Positive or negative?", constraint, n=2), timeout=120)
 
     assert all(output.text in values for output in response.outputs)
+
+
+def test_a_constrained_output_goes_on_after_its_shard_was_killed() -> None:
+    with launched() as stack:
+        stack.wait_ready()
+        with stack.channel() as channel:
+            request = asking("Describe a person as JSON.", pb.Constraint(json_schema=json.dumps(PERSON)))
+            answer = Answer(stack.stub(channel), request.spec).read(5)
+
+            stack.children()["shard"].kill()
+            answer.finish()
+
+    jsonschema.validate(json.loads(answer.text), PERSON)
 
 
 def test_an_unsupported_keyword_is_named(stub: InferenceServiceStub) -> None:

@@ -28,7 +28,7 @@ from scheduler.invariants import check
 from scheduler.outbox import Outbox
 from scheduler.shard_client import ConstraintRefusedError
 from shard import kv_cache
-from shard.constraints import Grammars
+from shard.constraints import ConstraintError, Grammars
 from shard.decode_graphs import Capture
 from shard.executor import StepExecutor
 from shard.model_config import load_model_config
@@ -97,8 +97,6 @@ class InProcessShard:
         return ConfigureResponse(epoch=request.epoch, kept_allocation=kept)
 
     async def prepare_constraint(self, constraint: Constraint) -> None:
-        from shard.grammar_compiler import ConstraintError
-
         try:
             await asyncio.to_thread(self._grammars.get, constraint)
         except ConstraintError as error:

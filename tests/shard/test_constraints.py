@@ -10,8 +10,7 @@ import torch
 from pagoda.shard.v1.shard_pb2 import Join
 from pagoda.v1.inference_pb2 import Choices, Constraint
 from shard import constraints, grammar_compiler
-from shard.constraints import Grammars, Matcher, mask_logits
-from shard.grammar_compiler import ConstraintError
+from shard.constraints import ConstraintError, Grammars, Matcher, mask_logits
 from tests.router.models import byte_level_bpe, sentencepiece_bpe
 
 VOCAB_SIZE = 500
@@ -146,6 +145,21 @@ def test_a_compile_without_end_is_refused_and_the_next_one_succeeds(
         grammars.get(Constraint(json_schema=wide))
 
     assert grammars.get(choice("after"))
+
+
+def test_a_fault_of_the_machine_is_not_remembered(
+    tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no more processes")
+
+    grammars = Grammars(tokenizer_file, VOCAB_SIZE)
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar_compiler, "_start", fail)
+        with pytest.raises(OSError, match="no more processes"):
+            grammars.get(choice("yes"))
+
+    assert grammars.get(choice("yes"))
 
 
 def test_byte_fallback_vocabularies_spell_any_text(tmp_path: Path) -> None:
