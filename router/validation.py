@@ -7,6 +7,7 @@ from typing import Final
 
 import grpc
 
+from common.constraint import check_constraint
 from common.sampling import (
     MAX_OUTPUTS,
     FieldError,
@@ -19,7 +20,6 @@ from common.sampling import (
 )
 from pagoda.v1.inference_pb2 import BeamSearch, Constraint, GenerateSpec, StopConditions
 from pagoda.v1.sampling_pb2 import SamplingParams
-from router.constraint import check_constraint
 from router.errors import RequestError, invalid, unserved
 from router.prompt import PromptEncoder
 
@@ -99,7 +99,10 @@ async def _validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) 
     beam_search = _beam_search(spec, n)
     sampling = complete(spec.sampling, limits.vocab_size, "spec.sampling")
     stop_token_ids = _stop_token_ids(spec.stop, limits)
-    check_constraint(spec, stop_token_ids)
+    if spec.HasField("constraint"):
+        if beam_search:
+            raise invalid("spec.constraint", "doesn't go with a beam search")
+        check_constraint(spec.constraint, stop_token_ids, spec.stop.min_tokens, "spec.constraint")
     check_stop_strings(spec.stop.strings, "spec.stop.strings")
     if spec.stop.HasField("max_tokens"):
         check_lengths(spec.stop.max_tokens, spec.stop.min_tokens, "spec.stop")

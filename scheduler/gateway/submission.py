@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import grpc
 
+from common.constraint import check_constraint
 from common.sampling import (
     MAX_LOGPROBS,
     MAX_OUTPUTS,
@@ -55,15 +56,19 @@ def _make_submit(request: Any, eos_token_ids: Iterable[int], limits: Limits) -> 
     prompt_logprobs = _num_logprobs(given, "prompt_logprobs")
     if prompt_logprobs is not None:
         check_prompt_logprobs(prompt_logprobs, len(prompt), f"{_SAMPLING}.prompt_logprobs")
+    stop_token_ids = sorted({*given.stop_token_ids, *(() if given.ignore_eos else eos_token_ids)})
+    constraint = _constraint(given)
+    if constraint:
+        check_constraint(constraint, stop_token_ids, given.min_tokens, f"{_SAMPLING}.constraint")
     return Submit(
         key=RequestKey(request_id=request.request_id),
         prompt_token_ids=prompt,
         sampling=complete(_sampling(given), limits.vocab_size, _SAMPLING),
         max_tokens=_max_tokens(given, len(prompt), limits),
         min_tokens=given.min_tokens,
-        stop_token_ids=sorted({*given.stop_token_ids, *(() if given.ignore_eos else eos_token_ids)}),
+        stop_token_ids=stop_token_ids,
         n=given.n or 1,
-        constraint=_constraint(given),
+        constraint=constraint,
         prompt_logprobs=prompt_logprobs,
     )
 

@@ -11,6 +11,7 @@ from pagoda.v1.inference_pb2 import (
     BeamSearch,
     Chat,
     ChatMessage,
+    Constraint,
     GenerateSpec,
     PriorOutput,
     StopConditions,
@@ -151,6 +152,12 @@ INVALID = [
         "2 tokens are all .* set finished",
     ),
     (prior(PriorOutput(token_ids=[4, 1])), "spec.prior_outputs[0].token_ids", "stop token 1"),
+    (
+        GenerateSpec(token_ids=IDS, constraint=Constraint(regex="a"), beam_search=BeamSearch(beam_width=2)),
+        "spec.constraint",
+        "beam search",
+    ),
+    (GenerateSpec(token_ids=IDS, constraint=Constraint(regex="")), "spec.constraint.regex", "is empty"),
 ]
 UNSERVED = [
     (GenerateSpec(token_ids=IDS, adapter="lora"), "spec.adapter"),
