@@ -176,8 +176,7 @@ class Matcher:
 def mask_logits(logits: Tensor, matchers: Sequence[Matcher | None]) -> None:
     """Puts -inf in the place of what the matcher of a row of `logits` `[rows, vocab]` doesn't allow.
 
-    A mask takes some 20 µs of the host: less than to hand it to another thread. On a GPU that is while the
-    model runs.
+    A row takes under 0.1 ms of the host, which on a GPU pass while the model runs.
     """
     vocab_size = logits.shape[-1]
     # The matchers know one token more, which stands for the end.
