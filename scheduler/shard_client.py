@@ -143,6 +143,12 @@ class GrpcShardClient:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise ConstraintRefusedError(error.details()) from error
             raise ShardError(_describe(error)) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task and task.cancelling():
+                raise
+            # So gRPC says that `describe` closed the channel meanwhile.
+            raise ShardError("the connection was made anew") from None
 
     def execute(self) -> GrpcStepStream:
         """Opens the step stream."""

@@ -1,5 +1,7 @@
-"""The scheduler's way to its shard, where certificates are asked for."""
+"""The scheduler's way to its shard: where certificates are asked for, and while it connects anew."""
 
+import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,9 @@ import pytest
 
 from common.rpc import SERVER_OPTIONS, bind
 from common.tls import client_tls, server_tls
-from pagoda.shard.v1.shard_pb2 import DescribeRequest, DescribeResponse
+from pagoda.shard.v1.shard_pb2 import DescribeRequest, DescribeResponse, PrepareConstraintResponse
 from pagoda.shard.v1.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
+from pagoda.v1.inference_pb2 import Constraint
 from scheduler.shard_client import GrpcShardClient, ShardError
 from tests.authority import Authority
 
@@ -24,8 +27,14 @@ class Described(ShardServiceServicer):
     def Configure(self, request: Any, context: Any) -> Any:  # noqa: N802
         raise NotImplementedError
 
+    def __init__(self) -> None:
+        self.preparing = threading.Event()
+        self.go_on = threading.Event()
+
     def PrepareConstraint(self, request: Any, context: Any) -> Any:  # noqa: N802
-        raise NotImplementedError
+        self.preparing.set()
+        self.go_on.wait()
+        return PrepareConstraintResponse()
 
     def Execute(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
         raise NotImplementedError
@@ -45,5 +54,39 @@ async def test_a_certificate_that_is_renewed_opens_the_way(tmp_path: Path) -> No
     ca.issue("scheduler")
 
     assert (await client.describe()).instance_id == "shard"
+    await client.close()
+    server.stop(0).wait()
+
+
+async def test_a_constraint_that_a_new_connection_cuts_off_is_the_shards_loss() -> None:
+    server, shard = grpc.server(ThreadPoolExecutor(2), options=SERVER_OPTIONS), Described()
+    add_ShardServiceServicer_to_server(shard, server)
+    client = GrpcShardClient(f"127.0.0.1:{bind(server, '127.0.0.1:0')}")
+    server.start()
+    preparing = asyncio.create_task(client.prepare_constraint(Constraint(regex="a")))
+    await asyncio.to_thread(shard.preparing.wait)
+
+    await client.describe()
+
+    with pytest.raises(ShardError):
+        await preparing
+    shard.go_on.set()
+    await client.close()
+    server.stop(0).wait()
+
+
+async def test_whoever_gives_a_constraint_up_is_not_told_of_a_loss() -> None:
+    server, shard = grpc.server(ThreadPoolExecutor(2), options=SERVER_OPTIONS), Described()
+    add_ShardServiceServicer_to_server(shard, server)
+    client = GrpcShardClient(f"127.0.0.1:{bind(server, '127.0.0.1:0')}")
+    server.start()
+    preparing = asyncio.create_task(client.prepare_constraint(Constraint(regex="a")))
+    await asyncio.to_thread(shard.preparing.wait)
+
+    preparing.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await preparing
+    shard.go_on.set()
     await client.close()
     server.stop(0).wait()
