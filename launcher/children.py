@@ -8,10 +8,10 @@ from pathlib import Path
 
 from launcher.config import ServeConfig
 
-LOCAL_RANKS = 1
 # After its own grace, a process gets this long to close up.
 CLOSING_S = 5.0
 
+OTHERS = ("router", "scheduler")
 # Options that go to a process as they are; None leaves them to its environment, YAML section or default.
 SHARED_OPTIONS = ("log_format",)
 ROUTER_OPTIONS = (
@@ -43,9 +43,13 @@ SCHEDULER_OPTIONS = (
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """One process: `argv` and the whole `environ` it starts with, and how long it may take to stop."""
+    """One process: `argv` and the whole `environ` it starts with, and how long it may take to stop.
+
+    `metrics_address` is where it says of itself how it does.
+    """
 
     name: str
+    metrics_address: str
     argv: tuple[str, ...]
     environ: Mapping[str, str]
     stop_within_s: float
@@ -60,13 +64,15 @@ def child_specs(
     sockets: Path,
     config_file: str | None,
 ) -> list[ChildSpec]:
-    """The three processes, in the order in which they are to be stopped.
+    """All processes, in the order in which they are to be stopped.
 
     `model` is what to serve: `folder` itself, or the GGUF file that it was made from. `addresses` holds the
     addresses by option name, with real ports; those of HTTP, the block map and for a gateway if they are
-    wanted.
+    wanted, and the metrics' of ranks by `metrics_option`.
     """
-    scheduler, shard = f"unix:{sockets}/scheduler", f"unix:{sockets}/shard-0"
+    ranks = config.tensor_parallel_size
+    scheduler = f"unix:{sockets}/scheduler"
+    shards = [f"unix:{sockets}/shard-{rank}" for rank in range(ranks)]
     own: dict[str, dict[str, object]] = {
         "router": {
             "model": folder,
@@ -79,31 +85,59 @@ def child_specs(
             **{name: value for name, value in addresses.items() if name == "block-map-address"},
         },
         "scheduler": {
-            "shard-addresses": shard,
+            "shard-addresses": ",".join(shards),
             "listen-address": scheduler,
             "shutdown-grace": config.shutdown_grace,
             **_given(config, SCHEDULER_OPTIONS),
             **_for_gateway(addresses, folder, served_model_name),
         },
-        "shard": {"model": model, "listen-address": shard, **_given(config, SHARD_OPTIONS)},
     }
+    for rank, (name, address) in enumerate(zip(shard_names(ranks), shards, strict=True)):
+        own[name] = {"model": model, "listen-address": address, **_given(config, SHARD_OPTIONS)}
+        if ranks > 1:
+            own[name] |= {"tensor-parallel-size": ranks, "rank": rank}
     shared: dict[str, object] = {"log-level": config.log_level, **_given(config, SHARED_OPTIONS)}
     if config_file is not None:
         shared["config"] = Path(config_file).resolve()
     specs = []
     for name, options in own.items():
-        options = {**options, **shared, "metrics-address": addresses[f"{name}-metrics-address"]}
+        metrics = addresses[metrics_option(name)]
+        options = {**options, **shared, "metrics-address": metrics}
         flags = [word for option, value in options.items() for word in _flag(option, value)]
+        module = name.partition("-")[0]
         specs.append(
             ChildSpec(
                 name,
-                (sys.executable, "-m", name, *flags, "--exit-with-parent"),
-                _environ(name),
+                metrics,
+                (sys.executable, "-m", module, *flags, "--exit-with-parent"),
+                _environ(module, ranks),
                 # Shards have nothing of their own to finish once the scheduler is gone.
-                CLOSING_S if name == "shard" else config.shutdown_grace + CLOSING_S,
+                CLOSING_S if module == "shard" else config.shutdown_grace + CLOSING_S,
             )
         )
     return specs
+
+
+def shard_names(ranks: int) -> list[str]:
+    """What the shard processes are called."""
+    return ["shard"] if ranks == 1 else [f"shard-{rank}" for rank in range(ranks)]
+
+
+def metrics_option(name: str) -> str:
+    """The option that a process's metrics address comes from."""
+    module, _, rank = name.partition("-")
+    return f"{module}-metrics-address" + (f" of rank {rank}" if rank else "")
+
+
+def metrics_addresses(config: ServeConfig) -> dict[str, str]:
+    """Where each process is to serve its metrics, by option."""
+    wanted = {metrics_option(name): getattr(config, f"{name}_metrics_address") for name in OTHERS}
+    host, _, port = config.shard_metrics_address.rpartition(":")
+    for rank, name in enumerate(shard_names(config.tensor_parallel_size)):
+        # What isn't a port is said of the first one.
+        free = not port.isdigit() or port == "0" or not rank
+        wanted[metrics_option(name)] = f"{host}:{port}" if free else f"{host}:{int(port) + rank}"
+    return wanted
 
 
 def _for_gateway(addresses: Mapping[str, str], folder: Path, served_model_name: str) -> dict[str, object]:
@@ -132,11 +166,11 @@ def _given(config: ServeConfig, options: tuple[str, ...]) -> dict[str, object]:
     }
 
 
-def _environ(name: str) -> dict[str, str]:
+def _environ(module: str, ranks: int) -> dict[str, str]:
     environ = dict(os.environ)
-    if name == "shard":
+    if module == "shard":
         # Before exec, or OpenMP has already made its pool. Ranks that share cores slow each other manyfold.
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // LOCAL_RANKS)))
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
         # Enough between the phases of a layer; more would take the cores from router and scheduler.
         environ.setdefault("GOMP_SPINCOUNT", "10000")
     return environ

@@ -29,7 +29,10 @@ class ServeConfig:
     scheduler_metrics_address: str = option(
         "Scheduler's /metrics and probes, HOST:PORT", default="127.0.0.1:9102"
     )
-    shard_metrics_address: str = option("Shard's /metrics and probes, HOST:PORT", default="127.0.0.1:9103")
+    shard_metrics_address: str = option(
+        "Shard's /metrics and probes, HOST:PORT; those of further ranks are at the next ports",
+        default="127.0.0.1:9103",
+    )
     block_map_address: str | None = option(
         "Where the block map is served as a web page, HOST:PORT; by default nowhere", default=None
     )
@@ -52,6 +55,13 @@ class ServeConfig:
     )
     max_num_batched_tokens: int | None = option(
         "Tokens of one step", default=None, unit="tokens", minimum=2, maximum=2**20
+    )
+    tensor_parallel_size: int = option(
+        "Shard processes that share the model, each with some of its heads",
+        default=1,
+        unit="ranks",
+        minimum=1,
+        maximum=64,
     )
     block_size: int | None = option("Tokens in a block of K and V", default=None, unit="tokens", minimum=1)
     num_gpu_blocks_override: int | None = option(

@@ -15,7 +15,6 @@ RATIO = re.compile(r"^pagoda_shard_(load|warm_up)_ratio(?:{.*?})? (\S+)$", re.MU
 WAITING = {
     "router": "waiting for the scheduler",
     "scheduler": "waiting for the shard",
-    "shard": "waiting for the scheduler",
 }
 
 
@@ -33,7 +32,7 @@ async def _follow(name: str, address: str, report: Report) -> None:
         if status is None:
             report(name, "starting", None)
         else:
-            report(name, *(await _shard_state(address) if name == "shard" else (WAITING[name], None)))
+            report(name, *((WAITING[name], None) if name in WAITING else await _shard_state(address)))
         await asyncio.sleep(POLL_S)
 
 
@@ -44,7 +43,7 @@ async def _shard_state(address: str) -> tuple[str, float | None]:
         return "loading weights", loaded
     if 0 < (warm := ratios.get("warm_up", 0.0)) < 1:
         return "warming up", warm
-    return WAITING["shard"], None
+    return "waiting for the scheduler", None
 
 
 def _get(address: str, path: str) -> tuple[int | None, str]:

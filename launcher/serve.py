@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from common.lifecycle import exit_with_parent
 from common.paths import cache_root
 from common.rpc import split_host_port
 from launcher import embedded_model, preflight
-from launcher.children import child_specs
+from launcher.children import ChildSpec, child_specs, metrics_addresses
 from launcher.config import ServeConfig
 from launcher.display import Display
 from launcher.readiness import wait_until_ready
@@ -21,7 +21,6 @@ from launcher.socket_folder import socket_folder
 from launcher.supervisor import StopSignals, Supervisor
 
 SERVICE = "launcher"
-METRICS = ("router", "scheduler", "shard")
 
 
 def main(argv: list[str]) -> int:
@@ -36,10 +35,7 @@ def main(argv: list[str]) -> int:
     config_file = configuration.config_path(SERVICE, argv)
     model = Path(config.model).expanduser().resolve() if config.model else embedded_model.embedded_gguf()
     preflight.check_model(model)
-    wanted = {
-        "listen-address": config.listen_address,
-        **{f"{name}-metrics-address": getattr(config, f"{name}_metrics_address") for name in METRICS},
-    }
+    wanted = {"listen-address": config.listen_address, **metrics_addresses(config)}
     for name in ("http-address", "block-map-address", "gateway-address"):
         if address := getattr(config, name.replace("-", "_")):
             wanted[name] = address
@@ -69,10 +65,10 @@ async def _serve(
                     display.report(name, state, ratio)
 
             async def welcome() -> None:
-                await wait_until_ready({one: addresses[f"{one}-metrics-address"] for one in METRICS}, report)
+                await wait_until_ready({spec.name: spec.metrics_address for spec in specs}, report)
                 supervisor.starting = False
                 display.close()
-                display.say(_welcome(config, name, addresses, time.monotonic() - began))
+                display.say(_welcome(config, name, addresses, specs, time.monotonic() - began))
 
             async def farewell() -> None:
                 await stop.first.wait()
@@ -119,7 +115,13 @@ def _model_name(config: ServeConfig, model: Path) -> str:
     return model.stem if model.is_file() else model.name
 
 
-def _welcome(config: ServeConfig, name: str, addresses: Mapping[str, str], seconds: float) -> str:
+def _welcome(
+    config: ServeConfig,
+    name: str,
+    addresses: Mapping[str, str],
+    specs: Sequence[ChildSpec],
+    seconds: float,
+) -> str:
     listen = addresses["listen-address"]
     python = (
         os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
@@ -134,7 +136,7 @@ def _welcome(config: ServeConfig, name: str, addresses: Mapping[str, str], secon
             f"Pagoda serves {name} after {seconds:.1f} s.",
             f"  gRPC     {listen}",
             *([f"  HTTP     {scheme}://{dialable(http)}/v1"] if http else []),
-            *(f"  metrics  http://{addresses[f'{one}-metrics-address']}/metrics  ({one})" for one in METRICS),
+            *(f"  metrics  http://{spec.metrics_address}/metrics  ({spec.name})" for spec in specs),
             *([f"  blocks   http://{dialable(block_map)}/"] if block_map else []),
             *([f"  gateway  grpc://{dialable(gateway)}"] if gateway else []),
             "Ask it something from another terminal:",

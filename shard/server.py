@@ -73,7 +73,7 @@ def load_shard(
 
         path = cached_import(path, cache_root(), progress)
     model_config = load_model_config(path)
-    device = _device(config.device)
+    device = _device(config.device, config.rank)
     partition = _partition(config)
     # A graph of several ranks would hold their collectives.
     graphs = device.type == "cuda" and not config.enforce_eager and partition == WHOLE
@@ -132,12 +132,13 @@ def _partition(config: ShardConfig) -> Partition:
     return Partition(config.rank, config.tensor_parallel_size)
 
 
-def _device(wanted: str) -> torch.device:
+def _device(wanted: str, rank: int) -> torch.device:
+    """Ranks of one machine have a GPU each, in their order."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ModelError("--device cuda: this torch sees no GPU; use --device cpu or auto")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def serve(config: ShardConfig) -> None:

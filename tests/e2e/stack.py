@@ -59,17 +59,19 @@ class Stack:
         """Until the addresses are printed."""
         self.address = self.wait_line(r"gRPC +(\S+)", timeout_s)[1]
         self.url = self.wait_line(r"HTTP +(\S+)")[1]
-        for _ in PROCESSES:
-            found = self.wait_line(r"metrics +(http://\S+)/metrics +\((\w+)\)")
+        while found := self.wait_line(r"metrics +(http://\S+)/metrics +\(([\w-]+)\)|Ask it"):
+            if not found[1]:
+                break
             self.metrics[found[2]] = found[1]
 
     def children(self) -> dict[str, psutil.Process]:
-        """The three processes by name."""
+        """The processes by name; of several shards, each with its rank: `shard-0`."""
         found = {}
         for child in psutil.Process(self.process.pid).children():
             words = child.cmdline()
             if len(words) > 2 and words[2] in PROCESSES:
-                found[words[2]] = child
+                rank = words[words.index("--rank") + 1] if "--rank" in words else None
+                found[words[2] if rank is None else f"{words[2]}-{rank}"] = child
         return found
 
     def get(self, process: str, path: str) -> str:

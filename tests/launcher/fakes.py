@@ -28,7 +28,7 @@ def tell(line):
     with open({str(events)!r}, "w") as pipe:
         pipe.write(line + "\\n")
 """
-    return ChildSpec(name, (sys.executable, "-c", prelude + code), os.environ, stop_within_s)
+    return ChildSpec(name, "127.0.0.1:1", (sys.executable, "-c", prelude + code), os.environ, stop_within_s)
 
 
 # Says that it runs and, once terminated, that it stops.

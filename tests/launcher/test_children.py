@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher.children import ChildSpec, child_specs, usable_cores
+from launcher.children import (
+    ChildSpec,
+    child_specs,
+    metrics_addresses,
+    metrics_option,
+    usable_cores,
+)
 from launcher.config import ServeConfig
 from router.config import RouterConfig
 from router.tool_calls import FORMATS
@@ -158,3 +164,32 @@ def test_the_shard_gets_the_cores_unless_told_otherwise(monkeypatch: pytest.Monk
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert specs(ServeConfig())["shard"].environ["OMP_NUM_THREADS"] == "1"
+
+
+def test_ranks_are_processes_that_share_the_model_and_the_cores() -> None:
+    addresses = {key: value for key, value in ADDRESSES.items() if not key.startswith("shard")}
+    addresses |= {metrics_option(f"shard-{rank}"): f"127.0.0.1:{4 + rank}" for rank in range(2)}
+    config = ServeConfig(tensor_parallel_size=2)
+    made = child_specs(config, addresses, MODEL, FOLDER, "name", Path("/sockets"), None)
+    named = {spec.name: spec for spec in made}
+
+    assert list(named) == ["router", "scheduler", "shard-0", "shard-1"]
+    shards = ["unix:/sockets/shard-0", "unix:/sockets/shard-1"]
+    assert flags(named["scheduler"])["--shard-addresses"] == ",".join(shards)
+    for rank, address in enumerate(shards):
+        given = flags(named[f"shard-{rank}"])
+        assert (given["--rank"], given["--tensor-parallel-size"]) == (str(rank), "2")
+        assert (given["--listen-address"], given["--metrics-address"]) == (address, f"127.0.0.1:{4 + rank}")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("127.0.0.1:9103", ["127.0.0.1:9103", "127.0.0.1:9104"]),
+        ("[::1]:9103", ["[::1]:9103", "[::1]:9104"]),
+        ("127.0.0.1:0", ["127.0.0.1:0", "127.0.0.1:0"]),
+    ],
+)
+def test_metrics_of_further_ranks_are_at_the_next_ports(given: str, expected: list[str]) -> None:
+    wanted = metrics_addresses(ServeConfig(shard_metrics_address=given, tensor_parallel_size=2))
+    assert [wanted[metrics_option(f"shard-{rank}")] for rank in range(2)] == expected

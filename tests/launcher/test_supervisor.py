@@ -179,7 +179,8 @@ while True:
 
 async def main():
     argv = (sys.executable, "-c", CHILD, sys.argv[1])
-    specs = [ChildSpec(name, argv, os.environ, 30) for name in ("router", "scheduler", "shard")]
+    names = ("router", "scheduler", "shard")
+    specs = [ChildSpec(name, "127.0.0.1:1", argv, os.environ, 30) for name in names]
     await Supervisor(specs, StopSignals(), print).run()
 
 asyncio.run(main())
