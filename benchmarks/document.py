@@ -16,7 +16,7 @@ from benchmarks.results import FOLDER, ROOT
 
 DOCUMENT: Final = ROOT / "docs" / "performance.md"
 PLOT: Final = ROOT / "docs" / "images" / "performance.png"
-NAMES: Final = ("throughput", "latency", "serving", "startup", "kernels", "gpu")
+NAMES: Final = ("throughput", "latency", "serving", "startup", "router", "kernels", "gpu")
 PLOTTED: Final = NAMES[:4]
 _PLACE: Final = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import document, gpu, kernels, latency, results, serving, throughput
+from benchmarks import document, gpu, kernels, latency, results, router, serving, throughput
 from benchmarks.contest import contest
 from benchmarks.matmul_limit import LimitContender
 from benchmarks.random_model import random_model
@@ -139,6 +139,19 @@ def test_throughput_through_grpc_and_through_the_shard_alone(tmp_path: Path, cap
     assert again == found
     assert {"date", "commit", "hardware", "torch", "flags"} <= set(head)
     assert document.newest("throughput", tmp_path) is None, "a quick run is no result"
+
+
+def test_the_router_is_measured_over_both_of_its_faces(capsys: Capture) -> None:
+    router.main([*TINY])
+
+    found = lines(capsys)
+    assert [line["name"] for line in found] == [
+        "4 streams, gRPC",
+        "time to first token beside 3 streams, gRPC",
+        "4 streams, HTTP",
+        "time to first token beside 3 streams, HTTP",
+    ]
+    assert all(line["ours"] > 0 and line["against"] == "scheduler" for line in found)
 
 
 @pytest.mark.parametrize("work", ["offline", "long-tailed"])
