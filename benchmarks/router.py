@@ -40,9 +40,7 @@ from pagoda.v1.inference_pb2_grpc import InferenceServiceStub
 from pagoda.v1.sampling_pb2 import SamplingParams
 
 DIRECT: Final = "scheduler"
-# More than the background writes before the last probe has its token.
-BACKGROUND_TOKENS: Final = 2000
-PROBE: Final = WorkRequest(tuple(range(1000, 1032)), 2)
+PROBE: Final = WorkRequest(tuple(range(300, 332)), 2)
 
 
 class Client(Protocol):
@@ -254,6 +252,13 @@ def parse() -> Parser:
     parser = Parser("router", __doc__)
     models.add_flags(parser)
     parser.add_size("--streams", 64, 4, "requests at once", type=positive_int)
+    parser.add_size(
+        "--background-tokens",
+        2000,
+        200,
+        "of each stream beside the probes, more than it writes meanwhile",
+        type=positive_int,
+    )
     parser.add_size("--probes", 40, 2, "requests whose first token is timed", type=positive_int)
     return parser
 
@@ -263,7 +268,7 @@ async def measure(options: Namespace, results: Results, stack: Stack, vocab_size
     await stack.wait_ready()
     count = options.streams
     work = offline(vocab_size, count)
-    background = make([(16, BACKGROUND_TOKENS)] * (count - 1), vocab_size)
+    background = make([(16, options.background_tokens)] * (count - 1), vocab_size)
     rates: dict[str, list[float]] = {name: [] for name in stack.connects}
     firsts: dict[str, list[float]] = {name: [] for name in stack.connects}
     for _ in range(options.rounds or (1 if options.quick else 3)):
