@@ -20,6 +20,7 @@ from kernels.decoder import ComposedDecoder, PlainLinear
 # A few roundings of float32; nothing beside those of bfloat16.
 SLACK = 1e-6
 SETS = supported_sets(library.cpu_flags())
+EXPERTS = pytest.mark.parametrize("experts", [0, 5])
 SMALL = DecoderShape(
     hidden_size=48, num_heads=6, num_kv_heads=2, head_dim=16, inner_sizes=frozenset({70}), rms_norm_eps=1e-5
 )
@@ -216,8 +217,11 @@ def test_errs_no_more_than_the_composition(native: ctypes.CDLL, case: Case, dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_sequence_is_the_same_bit_for_bit_in_every_batch(native: ctypes.CDLL, dtype: torch.dtype) -> None:
-    case = Case(SMALL, [1, 70, 1, 9], [600, 330, 3, 25])
+@EXPERTS
+def test_a_sequence_is_the_same_bit_for_bit_in_every_batch(
+    native: ctypes.CDLL, dtype: torch.dtype, experts: int
+) -> None:
+    case = Case(SMALL, [1, 70, 1, 9], [600, 330, 3, 25], experts=experts, held=range(experts))
     generator = torch.Generator().manual_seed(8)
     decoder = PackedDecoder(native, SMALL, make_layers(case, dtype, generator))
     together = Inputs.build(case, dtype, generator)
@@ -234,8 +238,11 @@ def test_a_sequence_is_the_same_bit_for_bit_in_every_batch(native: ctypes.CDLL, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_prompt_is_the_same_bit_for_bit_in_every_chunking(native: ctypes.CDLL, dtype: torch.dtype) -> None:
-    whole = Case(SMALL, [300], [300])
+@EXPERTS
+def test_a_prompt_is_the_same_bit_for_bit_in_every_chunking(
+    native: ctypes.CDLL, dtype: torch.dtype, experts: int
+) -> None:
+    whole = Case(SMALL, [300], [300], experts=experts, held=range(experts))
     generator = torch.Generator().manual_seed(9)
     decoder = PackedDecoder(native, SMALL, make_layers(whole, dtype, generator))
     once = Inputs.build(whole, dtype, generator)
@@ -315,9 +322,10 @@ def test_layers_with_quantised_matrices_give_the_bits_of_dense_ones(native: ctyp
 
 
 @pytest.mark.parametrize("what", ["hidden", "key", "value"])
-def test_what_is_not_a_number_stays_so(native: ctypes.CDLL, what: str) -> None:
+@EXPERTS
+def test_what_is_not_a_number_stays_so(native: ctypes.CDLL, what: str, experts: int) -> None:
     """Or the logits would look sound."""
-    case = Case(SMALL, [1], [40], windows=(None,))
+    case = Case(SMALL, [1], [40], windows=(None,), experts=experts, held=range(experts))
     generator = torch.Generator().manual_seed(2)
     decoder = PackedDecoder(native, SMALL, make_layers(case, torch.float32, generator))
     inputs = Inputs.build(case, torch.float32, generator)
