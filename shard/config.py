@@ -46,7 +46,7 @@ class ShardConfig:
     )
     rank: int = option("Which of them this is; rank 0 samples", default=0, minimum=0, maximum=1023)
     rendezvous_host: str = option(
-        "Of rank 0: the address of this machine at which the other ranks reach it", default="127.0.0.1"
+        "Of several ranks: the IPv4 address of this machine at which the others reach it", default="127.0.0.1"
     )
     collective_timeout: float = option(
         "How long a rank waits for the others within a step; then the step fails",

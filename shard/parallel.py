@@ -5,7 +5,11 @@ MLP's inner features, or some whole experts, and two sums over all ranks per lay
 whole. Where there are more ranks than KV heads, neighbouring ranks hold the same one.
 """
 
+import fcntl
 import logging
+import os
+import socket
+import struct
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Final
@@ -18,6 +22,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from shard.model_config import ModelConfig, ModelError
 
 RENDEZVOUS_TIMEOUT_S: Final = 30.0
+_SIOCGIFADDR: Final = 0x8915
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +82,35 @@ class Partition:
 
 
 WHOLE: Final = Partition()
+
+
+def use_interface(host: str) -> None:
+    """Binds what ranks tell each other to the interface that has this address, and so to no other network.
+
+    The libraries below take its name from the environment, and from nowhere else; what the user set stays.
+
+    Raises:
+        ModelError: `host` is no IPv4 address of this machine.
+    """
+    try:
+        address = socket.gethostbyname(host)
+    except OSError as error:
+        raise ModelError(f"--rendezvous-host {host}: {error.strerror}") from error
+    name = next((name for _, name in socket.if_nameindex() if _address_of(name) == address), None)
+    if name is None:
+        raise ModelError(f"--rendezvous-host {host}: no network interface of this machine has that address")
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", name)
+
+
+def _address_of(interface: str) -> str | None:
+    """The first IPv4 address (netdevice(7), SIOCGIFADDR)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
 
 
 class RankMismatchError(ValueError):

@@ -38,7 +38,7 @@ from shard.constraints import Grammars
 from shard.decode_graphs import CudaCapture
 from shard.executor import StepExecutor
 from shard.model_config import ModelError, load_model_config
-from shard.parallel import WHOLE, Partition, RankGroup, Rendezvous
+from shard.parallel import WHOLE, Partition, RankGroup, Rendezvous, use_interface
 from shard.rope import max_context_len
 from shard.service import Loaded, ShardService
 from shard.weights import load_model, model_revision
@@ -94,6 +94,7 @@ def load_shard(
     revision = model_revision(path)
     ranks = None
     if partition != WHOLE:
+        use_interface(config.rendezvous_host)
         identity = f"model {revision} as {dtype} on {partition.world_size} ranks"
         ranks = RankGroup(partition, device, config.collective_timeout, identity)
     model.prepare(ranks)
