@@ -10,6 +10,7 @@ from pagoda.v1 import inference_pb2 as pb
 from router.errors import RequestError
 from router.inference import Caller, Inference, Running
 from router.openai.schemas import GenerateBody
+from router.openai.spec import field_of
 
 FINISH_REASONS: Final = {
     pb.FINISH_REASON_UNSPECIFIED: None,
@@ -20,11 +21,20 @@ FINISH_REASONS: Final = {
 
 @asynccontextmanager
 async def all_accepted(
-    inference: Inference, specs: Iterable[pb.GenerateSpec], caller: Caller
+    inference: Inference, body: GenerateBody, specs: Iterable[pb.GenerateSpec], caller: Caller
 ) -> AsyncGenerator[list[Running]]:
-    """Several requests, one per prompt, from their acceptance to their end; all or none are accepted."""
+    """Several requests of one body, from their acceptance to their end; all or none are accepted.
+
+    Raises:
+        RequestError: one is refused; for a constraint, naming the field of the body that it comes from.
+    """
     async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(inference.accepted(spec, caller)) for spec in specs]
+        try:
+            runs = [await stack.enter_async_context(inference.accepted(spec, caller)) for spec in specs]
+        except RequestError as error:
+            error.field = field_of(body, error.field)
+            raise
+        yield runs
 
 
 async def whole(runs: Sequence[Running]) -> list[list[pb.OutputDelta]]:

@@ -90,7 +90,7 @@ class _Chat:
             self._spec.chat.ClearField("tools")
 
     async def whole(self, caller: Caller) -> dict[str, Any]:
-        async with all_accepted(self._inference, [self._spec], caller) as runs:
+        async with all_accepted(self._inference, self._body, [self._spec], caller) as runs:
             (outputs,) = await whole(runs)
             choices = []
             for output in outputs:
@@ -100,7 +100,7 @@ class _Chat:
             return Envelope("chat.completion", self._id, runs, self._body).around(*choices)
 
     async def chunks(self, caller: Caller) -> Chunks:
-        async with all_accepted(self._inference, [self._spec], caller) as runs:
+        async with all_accepted(self._inference, self._body, [self._spec], caller) as runs:
             yield None
             envelope = Envelope("chat.completion.chunk", self._id, runs, self._body)
             n = runs[0].request.n

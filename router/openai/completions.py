@@ -74,7 +74,7 @@ class _Completion:
             yield spec
 
     async def whole(self, caller: Caller) -> dict[str, Any]:
-        async with all_accepted(self._inference, self._specs, caller) as runs:
+        async with all_accepted(self._inference, self._body, self._specs, caller) as runs:
             choices = []
             for place, outputs in enumerate(await whole(runs)):
                 echo = await self._echo(runs[place])
@@ -83,7 +83,7 @@ class _Completion:
             return Envelope("text_completion", self._id, runs, self._body).around(*choices)
 
     async def chunks(self, caller: Caller) -> Chunks:
-        async with all_accepted(self._inference, self._specs, caller) as runs:
+        async with all_accepted(self._inference, self._body, self._specs, caller) as runs:
             yield None
             envelope = Envelope("text_completion", self._id, runs, self._body)
             choices: dict[tuple[int, int], _Choice] = {}

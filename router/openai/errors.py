@@ -45,7 +45,6 @@ _PARAMS: Final = {
     "spec.stop.token_ids": "stop_token_ids",
     "spec.stop.": "",
     "spec.sampling.": "",
-    "spec.constraint": "response_format",
     "spec.beam_search.beam_width": "n",
     "spec.beam_search.": "",
     "spec.chat.template_arguments": "chat_template_kwargs",

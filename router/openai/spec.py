@@ -34,6 +34,8 @@ _UNSERVED: Final[dict[str, tuple[Any, ...]]] = {
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
+# From the kinds of a Constraint to their names in `structured_outputs`, where they differ.
+_STRUCTURED_OUTPUTS: Final = {"json_schema": "json", "ebnf": "grammar", "choice.values": "choice"}
 _SAMPLING: Final = (
     "temperature",
     "top_p",
@@ -88,6 +90,20 @@ def common_spec(body: GenerateBody, request_id: str) -> pb.GenerateSpec:
             spec.beam_search.length_penalty = body.length_penalty
     _set_constraint(spec, body)
     return spec
+
+
+def field_of(body: GenerateBody, field: str) -> str:
+    """`spec.constraint` and its parts by the names that the body gives them; other fields as they are."""
+    if not field.startswith("spec.constraint"):
+        return field
+    part = field.removeprefix("spec.constraint")
+    if body.structured_outputs is not None:
+        for ours, theirs in _STRUCTURED_OUTPUTS.items():
+            part = part.replace(ours, theirs)
+        return f"structured_outputs{part}"
+    if body.response_format is not None and body.response_format.type != "text":
+        return f"response_format{part}"
+    return "tools"
 
 
 def _set_stop(stop: pb.StopConditions, body: GenerateBody) -> None:

@@ -2,12 +2,12 @@
 
 import json
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from pagoda.v1 import inference_pb2 as pb
 from router.errors import invalid
-from router.openai.schemas import ChatBody, NamedTool, Tool
+from router.openai.schemas import ChatBody, Function, NamedTool, Tool
 from router.tool_calls import (
     CallArguments,
     CallStart,
@@ -20,6 +20,10 @@ from router.tool_calls import (
 )
 
 MakeParser = Callable[[], ToolCallParser]
+
+# Keywords of JSON schemas whose values are no schemas, and those whose values are schemas by any name.
+_DATA: Final = ("const", "default", "enum", "examples")
+_BY_NAME: Final = ("$defs", "definitions", "properties")
 
 
 def to_proto(tools: Sequence[Tool]) -> list[pb.Tool]:
@@ -59,20 +63,27 @@ def set_choice(spec: pb.GenerateSpec, body: ChatBody, tool_format: str | None) -
             raise invalid("tool_choice", f"{name[:100]!r} is none of the tools")
         spec.constraint.json_schema = json.dumps(_object(tools[name].parameters))
         return lambda: parser_of_arguments(name)
+    try:
+        spec.constraint.json_schema = json.dumps(_calls(tools, body.parallel_tool_calls is not False))
+    except RecursionError:
+        raise invalid("tools", "are nested too deep") from None
+    return parser_of_array
+
+
+def _calls(tools: Mapping[str, Function], parallel: bool) -> dict[str, Any]:
+    """The schema of an array of one call or, if `parallel`, of more."""
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "arguments": _object(function.parameters)},
+            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for name, function in tools.items()
+        for name in tools
     ]
-    array: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
-    if body.parallel_tool_calls is False:
-        array["maxItems"] = 1
-    spec.constraint.json_schema = json.dumps(array)
-    return parser_of_array
+    schemas = {name: _moved(_object(one.parameters), f"#/$defs/{name}") for name, one in tools.items()}
+    array = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": schemas}
+    return array if parallel else {**array, "maxItems": 1}
 
 
 class ToolReader:
@@ -130,4 +141,24 @@ def joined(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _object(schema: dict[str, Any] | None) -> dict[str, Any]:
-    return schema or {"type": "object", "properties": {}}
+    """A function without parameters takes none."""
+    return schema or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A document as it reads where it is but a part of another: its references to itself follow it."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {}
+    for keyword, value in schema.items():
+        if keyword in _DATA:
+            moved[keyword] = value
+        elif keyword in _BY_NAME and isinstance(value, dict):
+            moved[keyword] = {name: _moved(one, place) for name, one in value.items()}
+        elif keyword == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[keyword] = place + value.removeprefix("#")
+        else:
+            moved[keyword] = _moved(value, place)
+    return moved

@@ -187,3 +187,42 @@ async def test_every_answer_carries_a_request_id(face: Face) -> None:
     unusable = await face.http.get("/v1/models", headers={"X-Request-Id": "x" * 129})
     assert given.headers["x-request-id"] == "mine"
     assert len(made.headers["x-request-id"]) == len(unusable.headers["x-request-id"]) == 32
+
+
+SCHEMA = {"type": "array", "uniqueItems": True}
+FUNCTION = {"name": "f", "parameters": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, "response_format"),
+        ({"structured_outputs": {"json": SCHEMA}}, "structured_outputs"),
+        ({"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required"}, "tools"),
+    ],
+)
+async def test_a_constraint_that_is_refused_is_named_as_it_was_given(
+    face: Face, fields: dict[str, Any], param: str
+) -> None:
+    messages = [{"role": "user", "content": "fox"}]
+    asked = asyncio.create_task(face.post("/v1/chat/completions", messages=messages, **fields))
+    await face.scheduler.refuse(grpc.StatusCode.INVALID_ARGUMENT, "isn't supported", field="spec.constraint")
+    response = await asked
+    assert response.status_code == HTTPStatus.BAD_REQUEST
+    assert error_in(response)["param"] == param
+    assert error_in(response)["message"] == f"{param}: isn't supported"
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"json": "{"}, "structured_outputs.json"),
+        ({"regex": ""}, "structured_outputs.regex"),
+        ({"grammar": ""}, "structured_outputs.grammar"),
+        ({"choice": ["fox", ""]}, "structured_outputs.choice[1]"),
+    ],
+)
+async def test_the_part_of_a_constraint_at_fault_is_named(
+    face: Face, given: dict[str, Any], param: str
+) -> None:
+    assert (await face.refused(prompt="fox", structured_outputs=given))["param"] == param

@@ -124,6 +124,48 @@ def test_a_required_call_is_one_of_the_tools(output: Any, valid: bool) -> None:
     assert Draft202012Validator(json.loads(spec.constraint.json_schema)).is_valid(output) is valid
 
 
+def test_schemas_refer_to_themselves_wherever_they_stand() -> None:
+    """But not what only looks like a reference: a value, or the name of a property."""
+    tree = {
+        "type": "object",
+        "properties": {
+            "$ref": {"const": {"$ref": "#"}},
+            "enum": {"type": "array", "items": {"$ref": "#/$defs/leaf"}},
+            "child": {"$ref": "#"},
+        },
+        "required": ["$ref"],
+        "$defs": {"leaf": {"type": "integer"}},
+    }
+    grow = {"type": "function", "function": {"name": "grow", "parameters": tree}}
+    spec, _ = chosen("required", tools=[WEATHER, grow])
+    schema = Draft202012Validator(json.loads(spec.constraint.json_schema))
+
+    inner: dict[str, Any] = {"$ref": {"$ref": "#"}, "enum": [1]}
+    for arguments, valid in [
+        ({**inner, "child": inner}, True),
+        ({**inner, "child": {**inner, "enum": ["x"]}}, False),
+        ({"$ref": {"$ref": "#/$defs/grow"}}, False),
+    ]:
+        assert schema.is_valid([{"name": "grow", "arguments": arguments}]) is valid
+
+
+@pytest.mark.parametrize("depth", [100, 450, 5_000])
+async def test_a_tool_that_is_nested_too_deep_is_refused(face: Face, depth: int) -> None:
+    parameters = '{"anyOf": [' * depth + "{}" + "]}" * depth
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {parameters}}}}}'
+    body = f'{{"messages": [], "tool_choice": "required", "tools": [{tool}]}}'
+    headers = {"Content-Type": "application/json"}
+    response = await face.http.post("/v1/chat/completions", content=body.encode(), headers=headers)
+    assert response.status_code == 400
+
+
+def test_a_function_without_parameters_takes_none() -> None:
+    spec, _ = chosen({"type": "function", "function": {"name": "time"}})
+    schema = Draft202012Validator(json.loads(spec.constraint.json_schema))
+    assert schema.is_valid({})
+    assert not schema.is_valid({"zone": "UTC"})
+
+
 def test_required_calls_are_read_from_an_array() -> None:
     _, make_parser = chosen("required")
     texts = ('[{"name": "time", "argum', 'ents": {}}, {"name": "weather", "arguments": {"city": "Oslo"}}]')
