@@ -3,11 +3,17 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
 from tests.e2e.stack import Stack, launched
 from tests.oracle import tiny_model
 from tests.router.models import write_model
+
+
+def connect(stack: Stack) -> openai.OpenAI:
+    """OpenAI's own client; it tries nothing twice."""
+    return openai.OpenAI(base_url=stack.url, api_key="none", max_retries=0, timeout=120)
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +22,18 @@ def stack() -> Iterator[Stack]:
     with launched() as stack:
         stack.wait_ready()
         yield stack
+
+
+@pytest.fixture(scope="session")
+def client(stack: Stack) -> Iterator[openai.OpenAI]:
+    with connect(stack) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def model(client: openai.OpenAI) -> str:
+    (model,) = client.models.list().data
+    return model.id
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,28 +15,13 @@ import openai
 import pytest
 
 from tests.e2e.client import Answer, spec
+from tests.e2e.conftest import connect
 from tests.e2e.stack import ROOT, Stack, launched, until
 
 pytestmark = pytest.mark.e2e
 
 NODE = ROOT / "examples" / "node"
 STORY = "Once upon a time"
-
-
-def connect(stack: Stack) -> openai.OpenAI:
-    return openai.OpenAI(base_url=stack.url, api_key="none", max_retries=0, timeout=120)
-
-
-@pytest.fixture(scope="session")
-def client(stack: Stack) -> Iterator[openai.OpenAI]:
-    with connect(stack) as client:
-        yield client
-
-
-@pytest.fixture(scope="session")
-def model(client: openai.OpenAI) -> str:
-    (model,) = client.models.list().data
-    return model.id
 
 
 def test_both_faces_give_the_same_text(stack: Stack, client: openai.OpenAI, model: str) -> None:
@@ -219,17 +204,17 @@ def test_no_request_makes_it_fail(tiny_model_folder: Path, tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout
 
 
-def node(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the example as its first lines say."""
+def node(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs an example as its first lines say."""
     missing = shutil.which("node") is None or not (NODE / "node_modules").exists()
     if missing and "CI" not in os.environ:
         pytest.skip("needs node, and `npm ci` in examples/node")
-    command = ["node", str(NODE / "openai.mjs"), *arguments]
+    command = ["node", str(NODE / example), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 def test_the_example_for_node_prints_an_answer_and_its_usage(stack: Stack) -> None:
-    result = node(stack.url, "Say hello.")
+    result = node("openai.mjs", stack.url, "Say hello.")
 
     assert result.returncode == 0, result.stderr
     *text, usage = result.stdout.strip().splitlines()
@@ -237,8 +222,20 @@ def test_the_example_for_node_prints_an_answer_and_its_usage(stack: Stack) -> No
     assert usage.endswith("completion tokens")
 
 
-def test_the_example_for_node_without_a_server_says_so_in_one_line() -> None:
-    result = node("http://127.0.0.1:1/v1", "Say hello.")
+def test_the_example_for_tools_calls_one_and_prints_the_answer(stack: Stack) -> None:
+    result = node("tools.mjs", stack.url, "What is the weather in Paris?")
+
+    assert result.returncode == 0, result.stderr
+    call, *answer = result.stdout.strip().splitlines()
+    found = re.fullmatch(r"weather\((.*)\): It is (18 °C|64 °F) and sunny in (.*)\.", call)
+    assert found
+    assert json.loads(found[1])["city"] == found[3]
+    assert answer
+
+
+@pytest.mark.parametrize("example", ["openai.mjs", "tools.mjs"])
+def test_an_example_for_node_without_a_server_says_so_in_one_line(example: str) -> None:
+    result = node(example, "http://127.0.0.1:1/v1", "Say hello.")
 
     assert result.returncode == 1
     assert result.stderr == "APIConnectionError: Connection error.\n"
