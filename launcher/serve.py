@@ -136,6 +136,7 @@ def _welcome(
             f"Pagoda serves {name} after {seconds:.1f} s.",
             f"  gRPC     {listen}",
             *([f"  HTTP     {scheme}://{dialable(http)}/v1"] if http else []),
+            *([f"  chat     {scheme}://{dialable(http)}/"] if http else []),
             *(f"  metrics  http://{spec.metrics_address}/metrics  ({spec.name})" for spec in specs),
             *([f"  blocks   http://{dialable(block_map)}/"] if block_map else []),
             *([f"  gateway  grpc://{dialable(gateway)}"] if gateway else []),

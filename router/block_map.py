@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs
 from wsgiref.types import StartResponse, WSGIEnvironment
@@ -22,30 +21,13 @@ from common.rpc import AddressError, channel, split_host_port
 from common.tls import ClientTls
 from pagoda.scheduler.v1.scheduler_pb2 import GetBlockMapRequest, GetBlockMapResponse, SequenceState
 from pagoda.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
+from router.static_files import HEADERS, read_page
 
 RPC_TIMEOUT_S: Final = 2.0
 # Any number of viewers costs a scheduler what one does.
 MAX_AGE_S: Final = 0.2
 
-_STATIC: Final = Path(__file__).parent / "static" / "block_map"
 _JSON: Final = "application/json"
-_CONTENT_TYPES: Final = {
-    ".css": "text/css; charset=utf-8",
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-_HEADERS: Final = [
-    (
-        "Content-Security-Policy",
-        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "require-trusted-types-for 'script'; trusted-types 'none'",
-    ),
-    ("Cross-Origin-Resource-Policy", "same-origin"),
-    ("Referrer-Policy", "no-referrer"),
-    ("X-Content-Type-Options", "nosniff"),
-    ("Cache-Control", "no-store"),
-]
 
 
 class _HTTPError(Exception):
@@ -129,10 +111,8 @@ class _App:
         self._addresses = list(scheduler_addresses)
         # By the number that a request may give.
         self._schedulers = {str(i): _Scheduler(address, tls) for i, address in enumerate(scheduler_addresses)}
-        # By exact path, read once: no request's path ever reaches the file system.
-        self._files = {
-            f"/{file.name}": (_CONTENT_TYPES[file.suffix], file.read_bytes()) for file in _STATIC.iterdir()
-        }
+        # By exact path: no request's path ever reaches the file system.
+        self._files = {f"/{name}": file for name, file in read_page("block_map").items()}
         self._files["/"] = self._files.pop("/index.html")
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -142,7 +122,7 @@ class _App:
         except _HTTPError as error:
             status = error.status
             content_type, body = _JSON, _json({"error": {"status": status, "message": str(error)}})
-        headers = [("Content-Type", content_type), ("Content-Length", str(len(body))), *_HEADERS]
+        headers = [("Content-Type", content_type), ("Content-Length", str(len(body))), *HEADERS.items()]
         if status is HTTPStatus.METHOD_NOT_ALLOWED:
             headers.append(("Allow", "GET, HEAD"))
         start_response(f"{int(status)} {status.phrase}", headers)
@@ -159,7 +139,7 @@ class _App:
             return _JSON, self._chosen(environ["QUERY_STRING"]).block_map()
         if path not in self._files:
             raise _HTTPError(HTTPStatus.NOT_FOUND, "no such path; try /, /api/schedulers or /api/map")
-        return self._files[path]
+        return self._files[path].content_type, self._files[path].body
 
     def _check_host(self, given: str) -> None:
         """Refuses names: a hostile site could point one of its own here, and its scripts read all replies."""

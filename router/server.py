@@ -94,6 +94,8 @@ class Router:
         self.port = rpc.bind(self._server, config.listen_address, self.tls)
         self._listener = listen("--http-address", config.http_address) if config.http_address else None
         self.http: HTTPServer | None = None
+        # Where it is served, for the chat page to link to.
+        self.block_map_address: str | None = None
 
     async def start(self) -> None:
         """Serves and connects; health says SERVING once a scheduler is connected."""
@@ -137,7 +139,7 @@ class Router:
         from router.openai.server import HTTPServer
 
         return HTTPServer(
-            create_app(self.inference, lambda: self.probes.ready),
+            create_app(self.inference, lambda: self.probes.ready, self.block_map_address),
             self.inference.calls,
             listener,
             self.inference.auth,
@@ -179,7 +181,8 @@ async def run(config: RouterConfig) -> None:
     serve_probes(config.metrics_address, router.probes)
     if config.block_map_address:
         port = serve_block_map(config.block_map_address, config.scheduler_addresses, router.scheduler_tls)
-        _log.info("block map on http://%s:%d/", config.block_map_address.rpartition(":")[0], port)
+        router.block_map_address = f"{config.block_map_address.rpartition(':')[0]}:{port}"
+        _log.info("block map on http://%s/", router.block_map_address)
     await router.start()
     unix = config.listen_address.startswith("unix:")
     address = config.listen_address if unix else f"{config.listen_address.rpartition(':')[0]}:{router.port}"

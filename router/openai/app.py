@@ -12,8 +12,9 @@ from common.version import VERSION
 from router.errors import RequestError, internal
 from router.inference import Inference
 from router.openai import errors
-from router.openai.calls import call_of, caller_of
+from router.openai.calls import HEALTH_PATH, call_of, caller_of
 from router.openai.chat import chat, chat_of
+from router.openai.chat_page import add_chat_page
 from router.openai.completions import complete
 from router.openai.schemas import (
     ChatBody,
@@ -26,8 +27,8 @@ from router.openai.spec import check_served
 from router.validation import check_model
 
 
-def create_app(inference: Inference, ready: Callable[[], bool]) -> FastAPI:
-    """All paths. `ready` says whether requests can be served now."""
+def create_app(inference: Inference, ready: Callable[[], bool], block_map_address: str | None) -> FastAPI:
+    """All paths. `ready` says whether requests can be served now, the address where the block map is."""
     app = FastAPI(
         title="Pagoda",
         version=VERSION,
@@ -71,7 +72,9 @@ def create_app(inference: Inference, ready: Callable[[], bool]) -> FastAPI:
         check_model(body.model or "", inference.model_name)
         return {"prompt": await inference.detokenize(body.tokens, "tokens")}
 
-    @app.get("/health", response_model=None)
+    add_chat_page(app, block_map_address)
+
+    @app.get(HEALTH_PATH, response_model=None)
     async def health() -> Response:
         return Response(status_code=200 if ready() else 503)
 

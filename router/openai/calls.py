@@ -18,11 +18,12 @@ from router.auth import Authenticator, Tenant
 from router.errors import RequestError
 from router.inference import Caller, OpenCalls, checked_trace_context
 from router.openai import errors
+from router.openai.chat_page import is_of_page
 from router.openai.errors import HTTPError
 from router.validation import MAX_REQUEST_ID_LENGTH
 
 # For load balancers, which have no key.
-OPEN_PATHS: Final = ("/health",)
+HEALTH_PATH: Final = "/health"
 MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 
 
@@ -91,7 +92,7 @@ class Calls:
         writer = _Writer(send, call, self._write_stall_timeout, lambda: self._cut_off(scope["client"]))
         self._open_calls.open()
         try:
-            if scope["path"] not in OPEN_PATHS:
+            if scope["path"] != HEALTH_PATH and not is_of_page(scope["path"]):
                 call.tenant = self._auth.authenticate(Headers(scope=scope).get("authorization"))
             await self._answer(scope, receive, writer, call)
         except RequestError as error:

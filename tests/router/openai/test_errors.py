@@ -26,7 +26,7 @@ def error_in(response: httpx.Response) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("method", "path", "status", "text"),
     [
-        ("GET", "/", 404, "'/'"),
+        ("GET", "/chat", 404, "'/chat'"),
         ("GET", "/v1/nothing", 404, "'/v1/nothing'"),
         ("POST", "/v1/completions/", 404, "'/v1/completions/'"),
         ("GET", "/v1/completions", 405, "doesn't take GET"),
