@@ -22,7 +22,7 @@ class ServeConfig:
         "Where clients connect, HOST:PORT; port 0: a free one", default="127.0.0.1:50051"
     )
     http_address: str = option(
-        "Where clients find the OpenAI-compatible API, HOST:PORT; port 0: a free one; empty: nowhere",
+        "Where the OpenAI-compatible API and chat page are, HOST:PORT; port 0: a free one; empty: nowhere",
         default="127.0.0.1:8000",
     )
     router_metrics_address: str = option("Router's /metrics and probes, HOST:PORT", default="127.0.0.1:9101")

@@ -18,7 +18,8 @@ class RouterConfig:
     )
     listen_address: str = option("Where clients connect, HOST:PORT or unix:PATH", default="127.0.0.1:50051")
     http_address: str = option(
-        "Where clients find the OpenAI-compatible API, HOST:PORT; empty: nowhere", default="127.0.0.1:8000"
+        "Where the OpenAI-compatible API and chat page are, HOST:PORT; empty: nowhere",
+        default="127.0.0.1:8000",
     )
     metrics_address: str = option("Where /metrics and the probes are served", default="127.0.0.1:9101")
     block_map_address: str | None = option(

@@ -189,7 +189,7 @@ function figures({ usage, reason, asked, first, last }) {
   if (first) texts.push(`first token after ${((first.at - asked) / 1000).toFixed(2)} s`);
   const rate = usage && first ? ((usage.completion_tokens - first.tokens) * 1000) / (last - first.at) : NaN;
   if (Number.isFinite(rate)) texts.push(`${rate.toFixed(1)} tokens/s`);
-  if (reason === "length") texts.push("cut: no more tokens were allowed");
+  if (reason === "length") texts.push("cut by the token limit");
   if (reason === "stopped") texts.push("stopped");
   return texts;
 }
