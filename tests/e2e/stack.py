@@ -64,6 +64,12 @@ class Stack:
                 break
             self.metrics[found[2]] = found[1]
 
+    def printed(self, pattern: str) -> str:
+        """The group of the pattern in what was read so far."""
+        found = re.search(pattern, "\n".join(self.lines))
+        assert found, f"no {pattern!r} in {self.lines}"
+        return found[1]
+
     def children(self) -> dict[str, psutil.Process]:
         """The processes by name; of several shards, each with its rank: `shard-0`."""
         found = {}

@@ -92,7 +92,7 @@ def served(tiny_model_folder: Path) -> Iterator[tuple[Stack, str]]:
     flags = (f"--num-gpu-blocks-override={NUM_BLOCKS}", "--block-map-address=127.0.0.1:0")
     with launched(f"--model={tiny_model_folder}", *flags) as stack:
         stack.wait_ready()
-        yield stack, stack.wait_line(r"blocks +(http://\S+/)")[1]
+        yield stack, stack.printed(r"blocks +(http://\S+/)")
 
 
 @pytest.fixture

@@ -271,9 +271,9 @@ def test_a_key_is_asked_for_where_it_is_needed(
     keys_file.chmod(0o600)
     flags = (f"--api-keys-file={keys_file}", "--block-map-address=127.0.0.1:0")
     with launched(f"--model={tiny_model_folder}", *flags) as stack:
-        stack.address = stack.wait_line(r"gRPC +(\S+)", 120)[1]
-        address = stack.wait_line(r"chat +(http://\S+/)$")[1]
-        block_map = stack.wait_line(r"blocks +(http://\S+/)$")[1]
+        stack.wait_ready()
+        address = stack.printed(r"chat +(http://\S+/)")
+        block_map = stack.printed(r"blocks +(http://\S+/)")
         page = Page(browser, address).wait_status("An API key is needed")
         assert page.one("#block-map").get_attribute("href") == block_map
 

@@ -155,7 +155,7 @@ def test_every_metric_that_is_served_has_its_row(stack: Stack, process: str) -> 
 
 
 def test_the_three_processes_run_by_hand(tiny_model_folder: Path) -> None:
-    (script,) = [block for block in blocks("docs/operations.md", "sh") if "-m shard" in block]
+    (script,) = [block for block in blocks("docs/operations.md", "sh") if "-m router" in block]
     addresses = claim_addresses(dict.fromkeys(re.findall(r"127\.0\.0\.1:\d+", script), "127.0.0.1:0"))
     for documented, address in addresses.items():
         script = script.replace(documented, address)

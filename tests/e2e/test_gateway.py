@@ -30,7 +30,7 @@ def served(tiny_model_folder: Path) -> Iterator[tuple[Stack, str]]:
     flags = ("--gateway-address=127.0.0.1:0", f"--max-num-seqs={MAX_NUM_SEQS}")
     with launched(f"--model={tiny_model_folder}", *flags) as stack:
         stack.wait_ready()
-        yield stack, stack.wait_line(r"gateway +(grpc://\S+)")[1]
+        yield stack, stack.printed(r"gateway +(grpc://\S+)")
 
 
 @pytest.fixture
