@@ -1,6 +1,7 @@
 """The chat page in a real browser, over a real stack; and with canned answers that no model would give."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,7 @@ def test_what_was_said_before_goes_along_until_a_new_conversation(page: Page) ->
 
 @pytest.mark.parametrize("way", ["button", "key", "new conversation", "leaving"])
 def test_an_answer_that_is_stopped_frees_its_blocks(page: Page, stack: Stack, way: str) -> None:
+    before = cancelled(stack)
     page.ask(LONG)
     until(lambda: len(page.answer()) > 20)
     assert stack.used_blocks() > 0
@@ -158,10 +160,18 @@ def test_an_answer_that_is_stopped_frees_its_blocks(page: Page, stack: Stack, wa
             page.browser.get("about:blank")
 
     until(lambda: stack.used_blocks() == 0)
+    until(lambda: cancelled(stack) == before + 1)
     if way in ("button", "key"):
         page.wait_status("Ready")
         assert page.one(".turn.assistant .figures").text.endswith("stopped")
         assert page.answer()
+
+
+def cancelled(stack: Stack) -> float:
+    """Chats whose client went away before their end."""
+    sample = r'^pagoda_router_requests_total\{code="CANCELLED",method="/v1/chat/completions"\} (\S+)$'
+    found = re.search(sample, stack.get("router", "/metrics"), re.MULTILINE)
+    return float(found[1]) if found else 0
 
 
 def test_shift_and_enter_begin_a_new_line(page: Page) -> None:
