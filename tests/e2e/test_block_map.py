@@ -154,6 +154,8 @@ def test_a_sequence_s_table_is_that_of_the_scheduler(
         for sequence in truth.sequences:
             page.select(f"{sequence.request_id} #0")
             assert page.text("table-of").startswith(f"{sequence.request_id} #0 is running")
+            # Drawn in the frame after the choice.
+            page.wait(lambda sequence=sequence: len(page.table()) == len(sequence.block_ids))  # type: ignore[misc]
             rows = page.table()
             assert [logical for logical, _, _ in rows] == list(range(len(sequence.block_ids)))
             assert [physical for _, physical, _ in rows] == list(sequence.block_ids)
