@@ -1,6 +1,7 @@
 """What may be asked of sampling and of an output's end, by whichever face a request comes."""
 
 import secrets
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -41,10 +42,16 @@ class Range:
 
     def check(self, value: float, field: str) -> None:
         """Raises `FieldError` on a value outside."""
-        above = value >= self.low if self.low_included else value > self.low
-        if not (above and value <= self.high):  # NaN is neither
+        # As the wire has both: 0.01 is a little more than the float32 that stands for it.
+        least, most = _float32(self.low), _float32(self.high)
+        above = value >= least if self.low_included else value > least
+        if not (above and value <= most):  # NaN is neither
             low = f"at least {self.low:g}" if self.low_included else f"greater than {self.low:g}"
             raise FieldError(field, f"{value:g} must be {low} and at most {self.high:g}")
+
+
+def _float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 RANGES: Final = {

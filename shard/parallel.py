@@ -177,9 +177,21 @@ class RankGroup:
         return bool(count.item())
 
     def all_reduce(self, x: Tensor) -> None:
-        """Sums `x` over all ranks, in place."""
-        if dist.is_initialized():
+        """Sums `x` over all ranks, in place.
+
+        On CPUs in the order of the ranks. Gloo's own order depends on where in `x` a number stands, so beyond
+        two ranks a token's sums would depend on its batch; so do NCCL's.
+        """
+        if not dist.is_initialized():
+            return
+        if self.world_size == 2 or self._backend != "gloo":
             dist.all_reduce(x)
+            return
+        parts = [torch.empty_like(x) for _ in range(self.world_size)]
+        dist.all_gather(parts, x)
+        x.copy_(parts[0])
+        for part in parts[1:]:
+            x.add_(part)
 
     def broadcast(self, x: Tensor) -> None:
         """Rank 0's `x` on all ranks, in place."""

@@ -300,3 +300,9 @@ async def test_priority_and_salt_are_carried(prompts: PromptEncoder) -> None:
     request = await validate(GenerateSpec(token_ids=IDS, priority=-3, cache_salt="mine"), LIMITS, prompts)
 
     assert (request.priority, request.cache_salt) == (-3, "mine")
+
+
+@pytest.mark.parametrize("value", [0.01, 10])
+async def test_the_ends_of_a_range_are_in_it(value: float, prompts: PromptEncoder) -> None:
+    request = await validate(sampling(repetition_penalty=value), LIMITS, prompts)
+    assert request.sampling.repetition_penalty == pytest.approx(value)

@@ -11,6 +11,7 @@ import pytest
 from shard.model_config import ModelError, load_model_config
 from shard.parallel import Partition
 from tests.oracle import tiny_model
+from tests.shard.sum_process import part
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -37,8 +38,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def start(rank: int, world_size: int, rendezvous: str, folders: list[Path]) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "tests.shard.rank_process", str(rank), str(world_size), rendezvous]
-    return subprocess.Popen([*command, *map(str, folders)], stdout=subprocess.PIPE, text=True)
+    return run("rank_process", rank, world_size, rendezvous, *map(str, folders))
+
+
+def run(module: str, rank: int, world_size: int, *words: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", f"tests.shard.{module}", str(rank), str(world_size), *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def results(process: "subprocess.Popen[str]") -> list[dict[str, Any]]:
@@ -113,3 +118,17 @@ def test_a_model_that_cant_be_divided_is_refused(
     tiny_model(tmp_path, **config)
     with pytest.raises(ModelError, match=said):
         Partition(0, world_size).of(load_model_config(tmp_path))
+
+
+def test_sums_are_in_the_order_of_the_ranks() -> None:
+    """So a number's sum doesn't depend on where it stands, nor on its batch."""
+    first = run("sum_process", 0, 3, "")
+    assert first.stdout
+    address = first.stdout.readline().strip()
+    others = [run("sum_process", rank, 3, address) for rank in (1, 2)]
+
+    found = [process.communicate()[0].strip() for process in (first, *others)]
+
+    expected = (part(0) + part(1)) + part(2)
+    assert not expected.equal(part(0) + (part(1) + part(2)))
+    assert found == [expected.numpy().tobytes().hex()] * 3
