@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
+from common import metrics
 from common.config import ConfigError
 
 # Certificates, keys and lists of keys are far smaller.
@@ -42,8 +43,8 @@ class Reloading(Generic[T]):
         problem: Why what was read before is still in use, although the files have changed; empty if it isn't.
     """
 
-    def __init__(self, paths: Sequence[Path], read: Callable[[], T]) -> None:
-        """`read` raises ConfigError on what it can't use, and so does this."""
+    def __init__(self, name: str, paths: Sequence[Path], read: Callable[[], T]) -> None:
+        """`read` raises ConfigError on what it can't use, and so does this. Metrics know them by `name`."""
         self.problem = ""
         self._paths = paths
         self._read = read
@@ -51,6 +52,8 @@ class Reloading(Generic[T]):
         # Before reading: a change during it is another stamp the next time.
         self._stamp = self._stamps()
         self._value = read()
+        self._name = name
+        metrics.STALE.labels(name).set(0)
 
     def current(self) -> T:
         """As the files are, or as they last were in order; each problem is logged once."""
@@ -59,6 +62,8 @@ class Reloading(Generic[T]):
             if stamp != self._stamp:
                 self._stamp = stamp
                 self._reload()
+                metrics.RELOADS.labels(self._name, "failed" if self.problem else "ok").inc()
+                metrics.STALE.labels(self._name).set(bool(self.problem))
             return self._value
 
     def _reload(self) -> None:

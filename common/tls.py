@@ -46,7 +46,7 @@ class _Files:
                 given, missing = missing, given
             raise ConfigError(f"{given} needs {missing}")
         paths = [path for path in (certificate, key, ca) if path is not None]
-        self.current = Reloading(paths, self._read).current
+        self.current = Reloading(prefix, paths, self._read).current
 
     def _read(self) -> _Identity:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -17,7 +17,6 @@ import yaml
 
 from common.config import ConfigError, StrictLoader
 from common.reload import Reloading, read_file
-from router import metrics
 from router.errors import RequestError
 from router.token_budget import TokenBudget
 
@@ -90,7 +89,7 @@ class Authenticator:
         """
         self._tenants: Mapping[str, Tenant] = {}
         self._path = path
-        self._file = None if path is None else Reloading([path], self._read)
+        self._file = None if path is None else Reloading("api-keys", [path], self._read)
 
     @property
     def asks_for_keys(self) -> bool:
@@ -117,7 +116,6 @@ class Authenticator:
         """Reads the file anew whenever it changes, until cancelled; a broken one changes nothing."""
         while self._file is not None:
             await asyncio.to_thread(self._file.current)
-            metrics.API_KEYS_STALE.set(bool(self._file.problem))
             await asyncio.sleep(_CHECK_PERIOD_S)
 
     def _read(self) -> None:

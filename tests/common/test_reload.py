@@ -8,6 +8,7 @@ import pytest
 from common.config import ConfigError
 from common.reload import Reloading, read_file
 from tests.authority import replace
+from tests.samples import growth, sample
 
 
 class Reader:
@@ -38,7 +39,7 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_file_is_read_once_for_each_change(reader: Reader) -> None:
-    file = Reloading([reader.file], reader)
+    file = Reloading("files", [reader.file], reader)
 
     assert [file.current() for _ in range(3)] == [b"old"] * 3
     replace(reader.file, b"new")
@@ -54,7 +55,7 @@ def test_a_link_that_is_turned_is_a_change(reader: Reader, tmp_path: Path) -> No
     (tmp_path / "2/file").write_bytes(b"second")
     (tmp_path / "data").symlink_to("1")
     reader.file = tmp_path / "data/file"
-    file = Reloading([reader.file], reader)
+    file = Reloading("files", [reader.file], reader)
 
     (tmp_path / "next").symlink_to("2")
     (tmp_path / "next").replace(tmp_path / "data")
@@ -65,7 +66,7 @@ def test_a_link_that_is_turned_is_a_change(reader: Reader, tmp_path: Path) -> No
 def test_what_is_broken_is_read_again_only_after_a_change(
     reader: Reader, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = Reloading([reader.file], reader)
+    file = Reloading("files", [reader.file], reader)
     reader.failure = ValueError()
     replace(reader.file, b"broken")
 
@@ -79,10 +80,28 @@ def test_what_is_broken_is_read_again_only_after_a_change(
     assert (file.current(), file.problem) == (b"new", "")
 
 
+def test_metrics_say_whether_a_change_could_be_read(reader: Reader) -> None:
+    def figures() -> list[float]:
+        return [sample("pagoda_stale_files", files="counted"), ok(), failed()]
+
+    ok, failed = (growth("pagoda_reloads_total", files="counted", result=r) for r in ("ok", "failed"))
+    file = Reloading("counted", [reader.file], reader)
+    reader.failure = ValueError()
+    replace(reader.file, b"broken")
+    file.current()
+    assert figures() == [1, 0, 1]
+
+    reader.failure = None
+    replace(reader.file, b"new")
+    file.current()
+
+    assert figures() == [0, 1, 1]
+
+
 def test_what_the_system_could_not_do_is_tried_again(
     reader: Reader, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = Reloading([reader.file], reader)
+    file = Reloading("files", [reader.file], reader)
     reader.failure = OSError("too many open files")
     replace(reader.file, b"new")
 

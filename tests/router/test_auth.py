@@ -17,10 +17,11 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
+from common import metrics
 from common.config import ConfigError
 from common.rpc import AddressError
 from pagoda.v1 import inference_pb2 as pb
-from router import auth, metrics
+from router import auth
 from router.auth import Authenticator, Tenant, digest, new_key
 from router.errors import RequestError
 from tests.authority import Authority, replace
@@ -186,7 +187,7 @@ async def test_changes_are_read_and_a_broken_file_keeps_the_keys(
 ) -> None:
     authenticator = Authenticator(file)
     watching = asyncio.create_task(authenticator.watch())
-    stale = metrics.API_KEYS_STALE._value
+    stale = metrics.STALE.labels("api-keys")._value
 
     write(file, entry(OTHER, "other"))
     await until(lambda: code_of(authenticator, f"Bearer {KEY}"))
