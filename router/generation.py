@@ -210,6 +210,8 @@ class Generation:
         if self._lost_at is not None:
             metrics.RESUBMITS.inc()
             self._on_resubmit()
+        elif self._refusers:
+            metrics.RETRIES.inc()
         attempt = self._replicas.next_attempt()
         self._connection, self._key = connection, (self._request.request_id, attempt)
         connection.submit(self._message(attempt), self)

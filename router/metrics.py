@@ -1,12 +1,20 @@
-"""What /metrics says of a router. Label values are bounded: methods, codes and configured addresses."""
+"""What /metrics says of a router. Label values are bounded, those of tenants too."""
 
 from typing import Final
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from pagoda.v1.inference_pb2 import Usage
+
+# As many tenants have figures of their own, those who come first; all further ones are one.
+MAX_TENANTS: Final = 100
+
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 REQUESTS: Final = Counter("pagoda_router_requests", "Calls by method and gRPC code", ["method", "code"])
+ERRORS: Final = Counter(
+    "pagoda_router_errors", "Calls that failed, by the reason that clients get", ["reason"]
+)
 RUNNING: Final = Gauge("pagoda_router_running_requests", "Generations in progress")
 PROMPT_TOKENS: Final = Counter("pagoda_router_prompt_tokens", "Prompt tokens of accepted requests")
 OUTPUT_TOKENS: Final = Counter("pagoda_router_output_tokens", "Tokens received from schedulers")
@@ -20,8 +28,32 @@ REQUEST_DURATION: Final = Histogram(
     "pagoda_router_request_duration_seconds", "From call to status", ["method"], buckets=_SECONDS
 )
 RECONNECTS: Final = Counter("pagoda_router_scheduler_reconnects", "Attempts to connect anew", ["scheduler"])
+RETRIES: Final = Counter("pagoda_router_retries", "Requests tried on another scheduler after a refusal")
 RESUBMITS: Final = Counter("pagoda_router_resubmits", "Requests submitted anew after a lost scheduler")
-API_KEYS_STALE: Final = Gauge(
-    "pagoda_router_api_keys_stale", "1 while the file of API keys is broken and those read before stay in use"
-)
 SCHEDULER_UP: Final = Gauge("pagoda_router_scheduler_up", "1 while its stream is up", ["scheduler"])
+TENANT_REQUESTS: Final = Counter(
+    "pagoda_router_tenant_requests", "Requests that ended, by API key", ["tenant"]
+)
+TENANT_TOKENS: Final = Counter(
+    "pagoda_router_tenant_tokens", "Tokens of requests that ended, by API key", ["tenant", "kind"]
+)
+
+_tenants: set[str] = set()
+
+
+def count_tenant(tenant_id: str, usage: Usage) -> None:
+    """Counts a request that ended. `tenant_id` is empty where no keys are asked for."""
+    tenant = _tenant_label(tenant_id)
+    TENANT_REQUESTS.labels(tenant).inc()
+    TENANT_TOKENS.labels(tenant, "prompt").inc(usage.prompt_tokens)
+    TENANT_TOKENS.labels(tenant, "output").inc(usage.completion_tokens)
+
+
+def _tenant_label(tenant_id: str) -> str:
+    if not tenant_id:
+        return "none"
+    if tenant_id not in _tenants:
+        if len(_tenants) >= MAX_TENANTS:
+            return "other"
+        _tenants.add(tenant_id)
+    return tenant_id

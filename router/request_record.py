@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from common import logs
 from common.tracing import trace_id
 from pagoda.v1 import inference_pb2 as pb
+from router import metrics
 from router.errors import RequestError
 from router.request_span import RequestSpan
 from router.validation import MAX_REQUEST_ID_LENGTH
@@ -90,6 +91,7 @@ class RequestRecord:
         seconds = time.monotonic() - self._started
         code = _code(error, deadline_passed=seconds >= (self._caller.time_remaining or float("inf")))
         finish_reasons = [reason for _, reason in sorted(self._finish_reasons.items())]
+        metrics.count_tenant(self._caller.tenant.id, self.usage)
         if self._span:
             self._span.end(code, self._request_id, self.usage, finish_reasons)
         if self._log_requests == "off":

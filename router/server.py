@@ -11,6 +11,7 @@ import grpc
 from common import rpc
 from common.http import listen
 from common.lifecycle import stop_event
+from common.metrics import set_model
 from common.model_files import ModelFiles
 from common.probes import Probes, serve_probes
 from common.rpc import AddressError
@@ -154,6 +155,9 @@ class Router:
             await asyncio.sleep(_TICK_S)
 
     def _update_health(self) -> None:
+        if self.replicas.connected:
+            welcome = self.replicas.welcome
+            set_model(welcome.model_revision, welcome.dtype, self.inference.model_name)
         self._spawn(self._set_health())
 
     async def _set_health(self) -> None:

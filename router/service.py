@@ -62,6 +62,7 @@ class InferenceService:
             except RequestError as failure:
                 error = failure
                 code = error.code.name
+                metrics.ERRORS.labels(error.reason).inc()
             except asyncio.CancelledError:
                 remaining = context.time_remaining()
                 code = "CANCELLED" if remaining is None or remaining > 0 else "DEADLINE_EXCEEDED"
@@ -69,6 +70,7 @@ class InferenceService:
             except Exception:
                 error = internal(name)
                 code = error.code.name
+                metrics.ERRORS.labels(error.reason).inc()
             finally:
                 metrics.REQUESTS.labels(name, code).inc()
                 metrics.REQUEST_DURATION.labels(name).observe(time.monotonic() - start)

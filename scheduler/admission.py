@@ -25,10 +25,18 @@ class RefusedError(Exception):
     """A request that won't be served."""
 
     def __init__(
-        self, code: grpc.StatusCode, message: str, field: str = "", retry_delay_s: float | None = None
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        field: str = "",
+        *,
+        cause: str = "invalid",
+        retry_delay_s: float | None = None,
     ) -> None:
+        """`cause` is what metrics count it by."""
         super().__init__(message)
         self.code = code
+        self.cause = cause
         self.field = field
         self.retry_delay_s = retry_delay_s
 
@@ -59,19 +67,20 @@ def make_request(
         raise RefusedError(invalid, "the prompt has no tokens", "spec.prompt")
     if submit.model_revision and submit.model_revision != model_revision:
         message = f"model revision {submit.model_revision!r} was asked for, {model_revision!r} is served"
-        raise RefusedError(grpc.StatusCode.FAILED_PRECONDITION, message)
+        raise RefusedError(grpc.StatusCode.FAILED_PRECONDITION, message, cause="model_changed")
     if prompt_length >= limits.max_model_len:
         message = (
             f"the prompt has {prompt_length} tokens; max_model_len is {limits.max_model_len} "
             "for prompt and output together"
         )
-        raise RefusedError(invalid, message, "spec.prompt")
+        raise RefusedError(invalid, message, "spec.prompt", cause="never_fits")
     _check_vocabulary(submit.prompt_token_ids, limits, "spec.prompt")
     _check_vocabulary(submit.sampling.logit_bias, limits, "spec.sampling.logit_bias")
     if submit.min_tokens:
         _check_vocabulary(submit.stop_token_ids, limits, "spec.stop.token_ids")
     if submit.adapter:
-        raise RefusedError(grpc.StatusCode.UNIMPLEMENTED, "spec.adapter is not served yet", "spec.adapter")
+        message = "spec.adapter is not served yet"
+        raise RefusedError(grpc.StatusCode.UNIMPLEMENTED, message, "spec.adapter", cause="unserved")
 
     width = max(submit.n, submit.beam_search.beam_width, 1)
     widest = min(limits.max_num_seqs, MAX_WIDTH)
@@ -151,6 +160,7 @@ def _max_length(submit: Submit, limits: Limits, width: int) -> int:
     All of them must fit the pool together: full blocks of the prompt once, what comes after once for each.
     The last token is never computed, so it needs no slot.
     """
+    invalid = grpc.StatusCode.INVALID_ARGUMENT
     prompt_length = len(submit.prompt_token_ids)
     pool_length = _pool_length(prompt_length, width, limits)
     outputs = f" for {width} sequences" if width > 1 else ""
@@ -161,12 +171,12 @@ def _max_length(submit: Submit, limits: Limits, width: int) -> int:
         if not widest:
             whole = limits.num_blocks * limits.block_size
             message = f"the prompt has {prompt_length} tokens; the whole KV pool holds {whole}"
-            raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, message, "spec.prompt")
+            raise RefusedError(invalid, message, "spec.prompt", cause="never_fits")
         message = (
             f"{width} sequences with a prompt of {prompt_length} tokens don't fit the KV pool: "
             f"ask for at most {widest}"
         )
-        raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, message, _width_field(submit))
+        raise RefusedError(invalid, message, _width_field(submit), cause="never_fits")
     if not submit.max_tokens:
         return min(limits.max_model_len, pool_length)
     max_length = prompt_length + submit.max_tokens
@@ -179,7 +189,7 @@ def _max_length(submit: Submit, limits: Limits, width: int) -> int:
                 f"max_tokens {submit.max_tokens} after a prompt of {prompt_length} tokens is {max_length}; "
                 f"{name} {limit}: ask for at most {limit - prompt_length}"
             )
-            raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, message, "spec.stop.max_tokens")
+            raise RefusedError(invalid, message, "spec.stop.max_tokens", cause="never_fits")
     return max_length
 
 

@@ -245,13 +245,21 @@ class BlockManager:
 
     # Accounting.
 
+    def partial_blocks(self, running: Iterable[Sequence]) -> dict[int, int]:
+        """Used device blocks that aren't full, with how many of their token slots hold no token.
+
+        Another thread may ask, while steps go on.
+        """
+        empty: dict[int, int] = {}
+        for sequence in tuple(running):
+            num_computed, table = sequence.num_computed, tuple(sequence.block_table)
+            for index in range(num_computed // self.block_size, len(table)):
+                filled = max(num_computed - index * self.block_size, 0)
+                # What one holder of a shared block filled is filled.
+                empty[table[index]] = min(empty.get(table[index], self.block_size), self.block_size - filled)
+        return empty
+
     def waste_ratio(self, running: Iterable[Sequence]) -> float:
         """Share of allocated token slots that hold no token; shared blocks count once."""
         allocated = self.device.num_used * self.block_size
-        empty: dict[int, int] = {}
-        for sequence in running:
-            for index in range(sequence.num_computed // self.block_size, len(sequence.block_table)):
-                filled = min(max(sequence.num_computed - index * self.block_size, 0), self.block_size)
-                block = sequence.block_table[index]
-                empty[block] = min(empty.get(block, self.block_size), self.block_size - filled)
-        return sum(empty.values()) / allocated if allocated else 0.0
+        return sum(self.partial_blocks(running).values()) / allocated if allocated else 0.0

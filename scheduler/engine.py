@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import grpc
 
 from common import logs
+from common.metrics import set_model
 from common.probes import Probes
 from common.tracing import is_sampled, trace_id
 from common.version import PROTOCOL_VERSION
@@ -93,13 +94,13 @@ class Engine:
         try:
             request = self._make_request(outbox, submit)
         except RefusedError as refused:
-            metrics.REFUSED.labels(refused.code.name).inc()
+            metrics.REFUSED.labels(refused.cause).inc()
             log.debug("refused: %s", refused, extra=_about(submit))
             outbox.refuse(refused.to_proto(submit))
             return
         prepares = submit.HasField("constraint") and not request.finished
         if not prepares:
-            outbox.accept(submit.key, request.number)
+            self._accept(request)
         if request.finished:
             return
         if self._tracer and is_sampled(submit.trace_context):
@@ -116,32 +117,40 @@ class Engine:
             self._deadlines[request] = asyncio.get_running_loop().call_later(delay, self._expire, request)
         self._wake.set()
 
-    def _accept_prepared(self, request: Request) -> None:
+    def _accept(self, request: Request) -> None:
+        metrics.ACCEPTED.inc()
         request.outbox.accept(request.submit.key, request.number)
+
+    def _accept_prepared(self, request: Request) -> None:
+        self._accept(request)
         self._wake.set()
 
     def _refuse_constraint(self, request: Request, reason: str) -> None:
         refused = RefusedError(grpc.StatusCode.INVALID_ARGUMENT, reason, "spec.constraint")
-        metrics.REFUSED.labels(refused.code.name).inc()
+        metrics.REFUSED.labels(refused.cause).inc()
         self._fail(request, refused)
 
     def _make_request(self, outbox: Outbox, submit: Submit) -> Request:
         scheduler, retry_delay = self.scheduler, 1.0
         if not scheduler or self._draining:
-            reason = "the replica is draining" if self._draining else "the replica is starting"
-            raise RefusedError(grpc.StatusCode.UNAVAILABLE, reason, retry_delay_s=retry_delay)
+            cause = "draining" if self._draining else "starting"
+            reason = f"the replica is {cause}"
+            raise RefusedError(grpc.StatusCode.UNAVAILABLE, reason, cause=cause, retry_delay_s=retry_delay)
         if (outbox, submit_key(submit)) in self._requests:
             raise RefusedError(
-                grpc.StatusCode.ALREADY_EXISTS, f"request {submit_key(submit)} is here already"
+                grpc.StatusCode.ALREADY_EXISTS,
+                f"request {submit_key(submit)} is here already",
+                cause="duplicate",
             )
+        exhausted = grpc.StatusCode.RESOURCE_EXHAUSTED
         limit = self.config.max_waiting_requests
         if len(scheduler.waiting) >= limit and not submit.prior_outputs:
             message = f"requests that wait already: {len(scheduler.waiting)}; the limit is {limit}"
-            raise RefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, retry_delay_s=retry_delay)
+            raise RefusedError(exhausted, message, cause="queue_full", retry_delay_s=retry_delay)
         limit, here = submit.max_tenant_requests, self._tenants[submit.tenant]
         if limit and here >= limit:
             message = f"{here} requests of key {submit.tenant!r} are here already; its limit is {limit}"
-            raise RefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, retry_delay_s=retry_delay)
+            raise RefusedError(exhausted, message, cause="key_limit", retry_delay_s=retry_delay)
         self._submitted += 1
         arrival = (time.monotonic() - seconds(submit.age), self._submitted)
         return make_request(submit, outbox, scheduler.limits, self.description.model_revision, arrival)
@@ -217,6 +226,7 @@ class Engine:
                 await asyncio.sleep(RETRY_DELAY_S)
             finally:
                 self._probes.ready = False
+                metrics.SHARD_UP.set(0)
                 await epoch.stream.close()
 
     async def _start_epoch(self) -> _Epoch:
@@ -272,6 +282,8 @@ class Engine:
         self.description = description
         self.scheduler = self.scheduler or Scheduler(limits)
         self.ready.set()
+        set_model(description.model_revision, description.dtype)
+        metrics.SHARD_UP.set(1)
         self._probes.started = True
         self._probes.ready = not self._draining
 
@@ -403,8 +415,9 @@ class Engine:
         if (response.epoch, response.step, len(response.sampled)) != expected:
             raise ShardError(f"a result of (epoch, step, tokens) other than the expected {expected}")
         epoch.in_flight.popleft()
-        epoch.oldest_since = time.monotonic()
-        metrics.STEP_SECONDS.observe(epoch.oldest_since - sent)
+        now = time.monotonic()
+        metrics.observe_result(response, now - sent, now - epoch.oldest_since)
+        epoch.oldest_since = now
         outputs = self.scheduler.process(plan, response)
         for output in outputs:
             self._deliver(output)
@@ -461,6 +474,13 @@ class Engine:
             # The next shard may be a new one. So a join finds its grammar, and no step waits for a compile.
             if request.submit.HasField("constraint"):
                 self._preparations.begin(request, self._wake.set)
+
+    @property
+    def block_bytes(self) -> int:
+        """What a block takes, over all ranks."""
+        return (
+            self.description.kv_bytes_per_token * self.config.block_size * max(self.description.world_size, 1)
+        )
 
     def load(self) -> Load:
         """How busy this replica is."""

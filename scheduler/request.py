@@ -154,6 +154,11 @@ class Request:
         self.prompt_length = len(self.submit.prompt_token_ids)
 
     @property
+    def arrival(self) -> float:
+        """When it came to its router, on this process's monotonic clock in seconds."""
+        return self.rank[1]
+
+    @property
     def number(self) -> int:
         """The how manieth submission it is."""
         return self.rank[2]

@@ -80,6 +80,8 @@ class Scheduler:
         self.outstanding_tokens = 0
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
+        # For the first time, since the last plan.
+        self._admitted: list[Request] = []
         self._clear_shard_state()
 
     def _clear_shard_state(self) -> None:
@@ -278,6 +280,7 @@ class Scheduler:
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.num_computed, sequence.request.prompt_length)
             sequence.reports_cached = sequence.cached_tokens > 0
+            self._admitted.append(sequence.request)
 
     def _blocks_missing(self, sequence: Sequence) -> int:
         return self.blocks.blocks_for(sequence.length) - len(sequence.block_table)
@@ -296,6 +299,7 @@ class Scheduler:
         self.num_steps += 1
         plan = StepPlan(build_command(scheduled, self._leaves, self.blocks.take_moves()), scheduled)
         self._leaves = []
+        plan.admitted, self._admitted = self._admitted, []
         forked: list[Sequence] = []
         for sequence, count in scheduled:
             length = sequence.length

@@ -67,7 +67,7 @@ async def serve(config: SchedulerConfig) -> None:
     shard = GrpcShardClient(ranks[0], shard_tls) if len(ranks) == 1 else ShardGroup(ranks, shard_tls)
     tracer = start_tracing("scheduler", config.otlp_endpoint)
     engine = Engine(config, shard, probes, tracer)
-    metrics.watch(lambda: engine.scheduler)
+    metrics.watch(engine)
     service = SchedulerService(engine)
     server = grpc.aio.server(options=SERVER_OPTIONS)
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(service, server)

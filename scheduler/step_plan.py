@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from pagoda.shard.v1.shard_pb2 import BlockCopy, BlockUpdate, ExecuteRequest, Fork, Join, NextToken, Scheduled
 from scheduler.block_manager import Move, Moves
-from scheduler.request import Sequence
+from scheduler.request import Request, Sequence
 
 
 @dataclass
@@ -13,12 +13,14 @@ class StepPlan:
 
     `sampling` are the sequences that sample, in the order of the result. `prompt_chunks` are, by slot, those
     that have log-probabilities of their prompt to report, with how many tokens were computed before the step.
+    `admitted` are requests that run for the first time.
     """
 
     command: ExecuteRequest
     scheduled: list[tuple[Sequence, int]]
     sampling: list[Sequence] = field(default_factory=list)
     prompt_chunks: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
+    admitted: list[Request] = field(default_factory=list)
     num_decode_tokens: int = 0
 
     @property

@@ -17,6 +17,7 @@ import kernels
 from common.config import ConfigError, load
 from common.lifecycle import exit_with_parent, stop_signals
 from common.logs import setup
+from common.metrics import set_model
 from common.paths import cache_root
 from common.probes import Probes, serve_probes
 from common.rpc import (
@@ -113,6 +114,8 @@ def load_shard(
             model, device, config.kv_cache_memory_bytes, config.gpu_memory_utilization, graphs
         ),
     )
+    set_model(revision, description.dtype)
+    metrics.INFO.labels(device.type, str(partition.rank), str(partition.world_size)).set(1)
     if ranks and not ranks.rank:
         rendezvous = Rendezvous(config.rendezvous_host)
         description.rendezvous_address = rendezvous.address

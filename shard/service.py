@@ -110,7 +110,9 @@ class ShardService(ShardServiceServicer):
             log.exception("configure failed")
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{wanted} bytes of blocks: {error}")
         metrics.EPOCH.set(request.epoch)
-        metrics.KV_BYTES.set(wanted)
+        metrics.KV_BYTES.labels("device").set(wanted)
+        host_bytes = request.num_host_blocks * request.block_size * description.kv_bytes_per_token
+        metrics.KV_BYTES.labels("host").set(host_bytes)
         self.configured.set()
         return ConfigureResponse(epoch=request.epoch, kept_allocation=kept)
 
@@ -151,6 +153,7 @@ class ShardService(ShardServiceServicer):
 
         with self._lock:
             self._streams += 1
+            metrics.STREAMS.inc()
         reader = threading.Thread(target=read, name="execute-reader", daemon=True)
         reader.start()
         try:
@@ -162,6 +165,7 @@ class ShardService(ShardServiceServicer):
                 future.cancel()
             with self._lock:
                 self._streams -= 1
+                metrics.STREAMS.dec()
 
     def _run(self, command: ExecuteRequest, ended: threading.Event) -> StepResult:
         if ended.is_set() or command.epoch != self._epoch:
@@ -182,8 +186,8 @@ class ShardService(ShardServiceServicer):
             log.exception("a step failed")
             context.abort(grpc.StatusCode.INTERNAL, f"a step failed: {type(error).__name__}: {error}")
         metrics.TOKENS.inc(result.num_tokens)
-        metrics.STEP_SECONDS.labels("compute").observe(response.compute_seconds)
-        metrics.STEP_SECONDS.labels("sample").observe(response.sample_seconds)
+        metrics.COMPUTE.observe(response.compute_seconds)
+        metrics.SAMPLE.observe(response.sample_seconds)
         return response
 
     def _loaded(self, context: grpc.ServicerContext) -> Loaded:

@@ -80,7 +80,7 @@ def create_app(inference: Inference, ready: Callable[[], bool], block_map_addres
 
     @app.exception_handler(RequestError)
     async def on_request_error(request: Request, error: RequestError) -> Response:
-        call_of(request).code = error.code.name
+        call_of(request).fail(error)
         return errors.response(error)
 
     @app.exception_handler(RequestValidationError)

@@ -43,6 +43,11 @@ class Call:
     code: str = "OK"
     tenant: Tenant = Tenant()
 
+    def fail(self, error: RequestError) -> None:
+        """Counts what its client is told."""
+        self.code = error.code.name
+        metrics.ERRORS.labels(error.reason).inc()
+
 
 def call_of(request: Request) -> Call:
     """The call that a handler serves."""
@@ -152,11 +157,12 @@ class _Writer:
                 await self._send(message)
         except TimeoutError:
             self._call.code = "RESOURCE_EXHAUSTED"
+            metrics.ERRORS.labels("CLIENT_STALLED").inc()
             self._cut_off()
 
     async def end(self, error: RequestError, scope: Scope, receive: Receive) -> None:
         """Says why there is no more: as the whole response, or in the stream that has begun."""
-        self._call.code = error.code.name
+        self._call.fail(error)
         if self._started:
             await self.send({"type": "http.response.body", "body": errors.event(error), "more_body": False})
         else:

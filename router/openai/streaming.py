@@ -45,7 +45,7 @@ class EventStream(Response):
                     await _write(send, b"data: " + _encoded(chunk) + b"\n\n")
         except Exception as failure:
             error = failure if isinstance(failure, RequestError) else internal(scope["path"])
-            self._call.code = error.code.name
+            self._call.fail(error)
             last = errors.event(error)
         finally:
             keeping_alive.cancel()

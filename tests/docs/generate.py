@@ -1,4 +1,4 @@
-"""Writes the tables of docs/operations.md that the code knows better: `python -m tests.docs.generate`.
+"""Writes the tables of docs/ that the code knows better: `python -m tests.docs.generate`.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; the test beside this file compares.
 """
@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 from prometheus_client import REGISTRY
 from prometheus_client.metrics import MetricWrapperBase
 
+import common.metrics
 import router.metrics
 import scheduler.metrics
 import shard.metrics
@@ -24,7 +25,6 @@ from scheduler.config import SchedulerConfig
 from shard.config import ShardConfig
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "operations.md"
 # By the name in PAGODA_<NAME>_…, which is also the YAML section.
 CONFIGS: dict[str, type[Any]] = {
     "launcher": ServeConfig,
@@ -34,10 +34,12 @@ CONFIGS: dict[str, type[Any]] = {
     "shard": ShardConfig,
 }
 METRICS: dict[str, types.ModuleType] = {
+    "every process": common.metrics,
     "router": router.metrics,
     "scheduler": scheduler.metrics,
     "shard": shard.metrics,
 }
+UNITS = ("blocks", "bytes", "ratio", "requests", "seconds", "sequences", "slots", "tokens")
 _TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -72,21 +74,32 @@ def metric_table(module: types.ModuleType) -> str:
                     f"`{metric.name}{'_total' if metric.type == 'counter' else ''}`",
                     metric.type,
                     ", ".join(f"`{name}`" for name in names),
+                    _unit(metric.name),
                     metric.documentation.rstrip("."),
                 )
             )
-    return _table(("Metric", "Type", "Labels", "Meaning"), rows)
+    return _table(("Metric", "Type", "Labels", "Unit", "Meaning"), rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    **{f"flags of {name}": partial(flag_table, config) for name, config in CONFIGS.items()},
-    **{f"metrics of {name}": partial(metric_table, module) for name, module in METRICS.items()},
+def _unit(name: str) -> str:
+    """The last word of a name that is one."""
+    return next((word for word in reversed(name.split("_")) if word in UNITS), "")
+
+
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "docs/operations.md": {
+        f"flags of {name}": partial(flag_table, config) for name, config in CONFIGS.items()
+    },
+    "docs/metrics.md": {
+        f"metrics of {name}": partial(metric_table, module) for name, module in METRICS.items()
+    },
 }
 
 
-def generated(text: str) -> str:
-    """`text` with every table as the code has it now."""
-    return _TABLE.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
+def generated(page: str) -> str:
+    """A page with every table as the code has it now."""
+    tables = TABLES[page]
+    return _TABLE.sub(lambda match: f"{match[1]}{tables[match[2]]()}\n{match[3]}", (ROOT / page).read_text())
 
 
 def tables_in(text: str) -> list[str]:
@@ -134,4 +147,5 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(generated(DOCUMENT.read_text()))
+    for page in TABLES:
+        (ROOT / page).write_text(generated(page))

@@ -18,6 +18,7 @@ import pytest
 from launcher.preflight import claim_addresses
 from pagoda.v1 import inference_pb2 as pb
 from pagoda.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.docs.generate import METRICS, metric_table
 from tests.docs.pages import ROOT, blocks, prose
 from tests.e2e.client import Answer, spec
 from tests.e2e.stack import PROCESSES, Stack, launched, until
@@ -148,8 +149,8 @@ def test_the_sizes_are_those_of_the_embedded_model(stack: Stack) -> None:
 @pytest.mark.parametrize("process", PROCESSES)
 def test_every_metric_that_is_served_has_its_row(stack: Stack, process: str) -> None:
     served = re.findall(r"^# TYPE (pagoda_\S+) ", stack.get(process, "/metrics"), re.MULTILINE)
-    section = prose("docs/operations.md").partition(f"### Metrics of the {process}\n")[2].partition("\n#")[0]
-    rows = re.findall(r"^\| `(pagoda_\w+)` \|", section, re.MULTILINE)
+    tables = [metric_table(METRICS[name]) for name in ("every process", process)]
+    rows = re.findall(r"^\| `(pagoda_\w+)` \|", "\n".join(tables), re.MULTILINE)
 
     assert sorted(served) == sorted(rows)
 
