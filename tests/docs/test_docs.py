@@ -22,6 +22,7 @@ from scheduler.config import SchedulerConfig
 from shard import model_config
 from tests.docs.generate import CONFIGS, TABLES, flag, generated, tables_in
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, prose
+from tests.k8s.promql import unknown_metrics
 
 CODE = ("common", "kernels", "launcher", "router", "scheduler", "shard")
 # Of pip's, npm's and protoc's programs, and of every one of ours.
@@ -252,3 +253,9 @@ def test_grpcurl_is_given_valid_requests() -> None:
     assert bodies
     for body in bodies:
         json_format.Parse(body, pb.GenerateStreamRequest())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_metrics_exist(page: str) -> None:
+    """But for beginnings of names, which end in an underscore."""
+    assert not {name for name in unknown_metrics(PAGES[page].read_text()) if not name.endswith("_")}
