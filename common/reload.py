@@ -54,6 +54,8 @@ class Reloading(Generic[T]):
         self._value = read()
         self._name = name
         metrics.STALE.labels(name).set(0)
+        for result in ("ok", "failed"):
+            metrics.RELOADS.labels(name, result)
 
     def current(self) -> T:
         """As the files are, or as they last were in order; each problem is logged once."""

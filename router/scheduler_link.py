@@ -191,6 +191,8 @@ class SchedulerLink:
         self._backoff_s = BACKOFF_MIN_S
         self._problem = ""
         metrics.SCHEDULER_UP.labels(address).set(0)
+        # A counter that is there from the start: else its first event would be no increase.
+        metrics.RECONNECTS.labels(address)
 
     async def run(self) -> None:
         """Connects, and reconnects with backoff, until cancelled."""

@@ -44,6 +44,14 @@ FINISHED = Counter("pagoda_scheduler_sequences_finished", "Sequences ended, by r
 SHARD_UP = Gauge("pagoda_scheduler_shard_up", "1 while the shards are configured and take steps")
 SHARD_LOSSES = Counter("pagoda_scheduler_shard_losses", "Times that the shard was lost")
 
+# Counters that are there from the start: else their first event would be no increase.
+for _cause in (
+    *("draining", "duplicate", "invalid", "key_limit", "model_changed", "never_fits"),
+    *("queue_full", "starting", "unserved"),
+):
+    REFUSED.labels(_cause)
+for _reason in ("stop", "length", "abort", "error"):
+    FINISHED.labels(_reason)
 # Looked up once: a step pays for what it observes.
 _phases = {phase: PHASE_SECONDS.labels(phase) for phase in ("plan", "wire", "compute", "sample")}
 _tokens = {kind: STEP_TOKENS.labels(kind) for kind in ("prefill", "decode")}

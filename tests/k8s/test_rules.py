@@ -1,12 +1,13 @@
 """Recording and alerting rules, as Prometheus reads them."""
 
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.docs.pages import PAGES
+from tests.docs.pages import PAGES, prose
 from tests.k8s.promql import ROOT, RULES, rules, unknown_metrics
 from tests.tools import find_tool
 
@@ -43,6 +44,12 @@ def test_each_alert_has_a_runbook_that_names_it(alert: str) -> None:
     for rule in rules():
         if rule.get("alert") == alert:
             assert alert in (ROOT / rule["annotations"]["runbook"]).read_text()
+
+
+def test_the_alerts_are_those_that_operators_are_told_of() -> None:
+    listed = re.findall(r"`(Pagoda\w+)`", prose("docs/operations.md"))
+
+    assert sorted(listed) == ALERTS
 
 
 def test_each_runbook_has_an_alert() -> None:
