@@ -20,7 +20,7 @@ INSTALL = @command -v $(PYTHON) >/dev/null \
 LISTS := pyproject.toml constraints.txt
 BENCHMARKS := kernels startup latency throughput serving router
 
-.PHONY: help serve chat test check format protos kernels bench bench-gpu gpu-there peers clean
+.PHONY: help serve dev-stack chat test check format protos kernels bench bench-gpu gpu-there peers clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -29,6 +29,10 @@ help: ## Say what the targets do
 
 serve: $(STUBS) $(KERNELS) $(if $(MODEL),,$(MODEL_PACKAGE)) ## Serve MODEL=folder-or-.gguf (default: a small embedded model); ARGS="--listen-address ..." adds flags
 	@$(BIN)/python -m launcher serve $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+dev-stack: $(STUBS) $(KERNELS) $(if $(MODEL),,$(MODEL_PACKAGE)) ## Serve as `serve` does, with Prometheus beside it, and Grafana where it is installed
+	@$(BIN)/python -m launcher serve $(if $(MODEL),--model "$(MODEL)") --prometheus-address 127.0.0.1:9090 \
+		$$(command -v grafana >/dev/null && echo --grafana-address 127.0.0.1:3000) $(ARGS)
 
 chat: $(STUBS) ## Chat with a running server in this terminal; ARGS="--address ..." adds flags
 	@$(BIN)/python -m launcher chat $(ARGS)

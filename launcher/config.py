@@ -39,6 +39,14 @@ class ServeConfig:
     gateway_address: str | None = option(
         "Where an SMG gateway connects to the scheduler, HOST:PORT; by default nowhere", default=None
     )
+    prometheus_address: str | None = option(
+        "Where a Prometheus with the rules of k8s/rules is served, HOST:PORT; by default none is started",
+        default=None,
+    )
+    grafana_address: str | None = option(
+        "Where a Grafana with the dashboards of k8s/dashboards is served; needs --prometheus-address",
+        default=None,
+    )
     dtype: str | None = option(
         "Weights and computation", default=None, choices=("auto", "float32", "bfloat16", "float16")
     )

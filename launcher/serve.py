@@ -16,6 +16,7 @@ from launcher import embedded_model, preflight
 from launcher.children import ChildSpec, child_specs, metrics_addresses
 from launcher.config import ServeConfig
 from launcher.display import Display
+from launcher.monitors import MONITORS, check_monitors, monitor_specs
 from launcher.readiness import wait_until_ready
 from launcher.socket_folder import socket_folder
 from launcher.supervisor import StopSignals, Supervisor
@@ -35,8 +36,9 @@ def main(argv: list[str]) -> int:
     config_file = configuration.config_path(SERVICE, argv)
     model = Path(config.model).expanduser().resolve() if config.model else embedded_model.embedded_gguf()
     preflight.check_model(model)
+    check_monitors({name: getattr(config, name.replace("-", "_")) for name in MONITORS})
     wanted = {"listen-address": config.listen_address, **metrics_addresses(config)}
-    for name in ("http-address", "block-map-address", "gateway-address"):
+    for name in ("http-address", "block-map-address", "gateway-address", *MONITORS):
         if address := getattr(config, name.replace("-", "_")):
             wanted[name] = address
     addresses = preflight.claim_addresses(wanted)
@@ -58,7 +60,8 @@ async def _serve(
             return 0
         with socket_folder() as sockets:
             specs = child_specs(config, addresses, model, folder, name, sockets, config_file)
-            supervisor = Supervisor(specs, stop, display.say)
+            monitors = monitor_specs(addresses, specs, sockets)
+            supervisor = Supervisor([*specs, *monitors], stop, display.say)
 
             def report(name: str, state: str, ratio: float | None) -> None:
                 if not supervisor.stopping:
@@ -138,6 +141,11 @@ def _welcome(
             *([f"  HTTP     {scheme}://{dialable(http)}/v1"] if http else []),
             *([f"  chat     {scheme}://{dialable(http)}/"] if http else []),
             *(f"  metrics  http://{spec.metrics_address}/metrics  ({spec.name})" for spec in specs),
+            *(
+                f"  monitor  http://{dialable(addresses[name])}/  ({name.partition('-')[0]})"
+                for name in MONITORS
+                if name in addresses
+            ),
             *([f"  blocks   http://{dialable(block_map)}/"] if block_map else []),
             *([f"  gateway  grpc://{dialable(gateway)}"] if gateway else []),
             "Ask it something from another terminal:",
