@@ -20,7 +20,7 @@ import yaml
 T = TypeVar("T")
 
 # Of the one YAML file that all processes share.
-SECTIONS: Final = ("launcher", "chat", "router", "scheduler", "shard")
+SECTIONS: Final = ("launcher", "chat", "router", "scheduler", "shard", "ranks")
 
 
 class ConfigError(ValueError):

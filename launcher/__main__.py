@@ -5,11 +5,13 @@ import sys
 
 from launcher import preflight
 
+COMMANDS = ("serve", "chat", "ranks")
 USAGE = """usage: python -m launcher COMMAND [OPTION...]
 
 commands:
   serve   serve a model on this machine (router, scheduler and shard)
   chat    chat with a running server in this terminal
+  ranks   run the shard processes of this machine, in a container
 
 `python -m launcher COMMAND --help` lists the options of each."""
 
@@ -20,13 +22,18 @@ def main(arguments: list[str]) -> int:
     if command in ("-h", "--help"):
         print(USAGE)
         return 0
-    if command not in ("serve", "chat"):
-        print(f"python -m launcher: {command!r} is no command; there are: serve, chat", file=sys.stderr)
+    if command not in COMMANDS:
+        there_are = ", ".join(COMMANDS)
+        print(f"python -m launcher: {command!r} is no command; there are: {there_are}", file=sys.stderr)
         return 2
     _open_standard_streams()
     # Pipes and log collectors should see each line, and a streamed word, when it is there.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
+        if command == "ranks":
+            from launcher import ranks
+
+            return ranks.main(rest)
         preflight.check_installation(command)
         if command == "serve":
             from launcher import serve

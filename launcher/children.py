@@ -1,5 +1,6 @@
 """How the launcher starts each process: its command line and its environment."""
 
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -110,7 +111,7 @@ def child_specs(
                 name,
                 metrics,
                 (sys.executable, "-m", module, *flags, "--exit-with-parent"),
-                _environ(module, ranks),
+                shard_environ(ranks) if module == "shard" else dict(os.environ),
                 # Shards have nothing of their own to finish once the scheduler is gone.
                 CLOSING_S if module == "shard" else config.shutdown_grace + CLOSING_S,
             )
@@ -166,16 +167,21 @@ def _given(config: ServeConfig, options: tuple[str, ...]) -> dict[str, object]:
     }
 
 
-def _environ(module: str, ranks: int) -> dict[str, str]:
+def shard_environ(local_ranks: int) -> dict[str, str]:
+    """What a shard starts with that shares this machine with others of its group."""
     environ = dict(os.environ)
-    if module == "shard":
-        # Before exec, or OpenMP has already made its pool. Ranks that share cores slow each other manyfold.
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
-        # Enough between the phases of a layer; more would take the cores from router and scheduler.
-        environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # Before exec, or OpenMP has already made its pool. Ranks that share cores slow each other manyfold.
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // local_ranks)))
+    # Enough between the phases of a layer; more would take the cores from router and scheduler.
+    environ.setdefault("GOMP_SPINCOUNT", "10000")
     return environ
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may run on, and use up: a container's limit counts, a part as a whole."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else min(cores, math.ceil(int(quota) / int(period)))

@@ -25,7 +25,7 @@ async def wait_until_ready(addresses: Mapping[str, str], report: Report) -> None
 
 async def _follow(name: str, address: str, report: Report) -> None:
     while True:
-        status, _ = await asyncio.to_thread(_get, address, "/readyz")
+        status, _ = await asyncio.to_thread(get, address, "/readyz")
         if status == 200:
             report(name, "ready", 1.0)
             return
@@ -37,7 +37,7 @@ async def _follow(name: str, address: str, report: Report) -> None:
 
 
 async def _shard_state(address: str) -> tuple[str, float | None]:
-    _, metrics = await asyncio.to_thread(_get, address, "/metrics")
+    _, metrics = await asyncio.to_thread(get, address, "/metrics")
     ratios = {name: float(ratio) for name, ratio in RATIO.findall(metrics)}
     if (loaded := ratios.get("load", 1.0)) < 1:
         return "loading weights", loaded
@@ -46,7 +46,7 @@ async def _shard_state(address: str) -> tuple[str, float | None]:
     return "waiting for the scheduler", None
 
 
-def _get(address: str, path: str) -> tuple[int | None, str]:
+def get(address: str, path: str) -> tuple[int | None, str]:
     """Status and body; None where nobody answers."""
     host, port = split_host_port(address)
     connection = http.client.HTTPConnection(host, port, timeout=5)

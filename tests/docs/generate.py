@@ -20,6 +20,7 @@ import scheduler.metrics
 import shard.metrics
 from common.config import Bounds
 from launcher.config import ChatConfig, ServeConfig
+from launcher.ranks import RanksConfig
 from router.config import RouterConfig
 from scheduler.config import SchedulerConfig
 from shard.config import ShardConfig
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGS: dict[str, type[Any]] = {
     "launcher": ServeConfig,
     "chat": ChatConfig,
+    "ranks": RanksConfig,
     "router": RouterConfig,
     "scheduler": SchedulerConfig,
     "shard": ShardConfig,

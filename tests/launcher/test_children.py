@@ -193,3 +193,16 @@ def test_ranks_are_processes_that_share_the_model_and_the_cores() -> None:
 def test_metrics_of_further_ranks_are_at_the_next_ports(given: str, expected: list[str]) -> None:
     wanted = metrics_addresses(ServeConfig(shard_metrics_address=given, tensor_parallel_size=2))
     assert [wanted[metrics_option(f"shard-{rank}")] for rank in range(2)] == expected
+
+
+@pytest.mark.parametrize(("limit", "cores"), [("50000 100000", 1), ("100001 100000", 2)])
+def test_a_limit_of_the_container_counts(limit: str, cores: int, tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text(limit)
+
+    assert usable_cores(tmp_path) == min(cores, usable_cores(tmp_path / "nowhere"))
+
+
+def test_no_limit_leaves_all_cores(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+
+    assert usable_cores(tmp_path) == usable_cores(tmp_path / "nowhere")
