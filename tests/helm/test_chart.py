@@ -1,0 +1,393 @@
+"""What the chart renders is what Kubernetes takes, and what the processes take."""
+
+import itertools
+import json
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from common.config import load
+from tests.docs.generate import CONFIGS, TABLES
+from tests.helm.chart import (
+    CHART,
+    INSTALLATIONS,
+    Object,
+    container,
+    containers,
+    flags,
+    helm,
+    objects,
+    of_kind,
+    pod_templates,
+)
+
+# By API group: what Kubernetes itself has no schema for.
+CUSTOM = ("leaderworkerset.x-k8s.io", "keda.sh", "cert-manager.io", "monitoring.coreos.com")
+# The oldest that the chart is for, and the newest that there are schemas of.
+VERSIONS = ("1.30", kubernetes_validate.latest_version())
+# Values that change what is rendered, each another way.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "no TLS between pods": {"tls__internal__enabled": "false"},
+    "cert-manager": {"tls__internal__certManager": "true"},
+    "no TLS for clients": {"tls__public__enabled": "false"},
+    "client certificates": {"tls__public__clientCertificates": "true"},
+    "no keys": {"apiKeys__enabled": "false", "tls__public__clientCertificates": "true"},
+    "download": {
+        "model__source": '"download"',
+        "model__files": json.dumps([{"url": "https://host/config.json", "sha256": "0" * 64}]),
+    },
+    "host path": {"model__source": '"hostPath"', "model__hostPath": '"/models"', "model__subPath": '"llama"'},
+    "routers by CPU": {"router__autoscaling__enabled": "true"},
+    "replicas by HPA": {"replica__autoscaling__kind": '"hpa"'},
+    "replicas by KEDA": {"replica__autoscaling__kind": '"keda"'},
+    "two ranks": {"replica__tensorParallelSize": 2},
+    "two nodes": {"replica__nodes": 2, "replica__tensorParallelSize": 4},
+    "monitoring": {
+        "monitoring": '{"podMonitors": true, "rules": true, "dashboards": true}',
+    },
+    "no network policy": {"networkPolicy__enabled": "false"},
+    "placement": {
+        "replica__tolerations": '[{"operator": "Exists"}]',
+        "replica__nodeSelector": '{"gpu": "yes"}',
+        "replica__affinity": '{"nodeAffinity": {}}',
+        "replica__runtimeClassName": '"nvidia"',
+        "replica__podAnnotations": '{"a": "b"}',
+        "router__nodeSelector": '{"pool": "small"}',
+    },
+    "options": {
+        "router__options": '{"log-requests": "summary", "trace-sample-ratio": 0.5}',
+        "replica__scheduler__options": '{"max-num-seqs": 64, "enable-prefix-caching": false}',
+        "replica__shard__options": '{"kv-cache-memory-bytes": 68719476736, "enforce-eager": true}',
+    },
+    "surroundings": {
+        "image": '{"prefix": "registry.example/ai/", "tag": "1", "pullSecrets": [{"name": "pull"}]}',
+        "router__service__annotations": '{"a": "b"}',
+        "router__env": '[{"name": "A", "value": "b"}]',
+        "replica__scheduler__env": '[{"name": "A", "value": "b"}]',
+        "replica__shard__env": '[{"name": "NCCL_DEBUG", "value": "INFO"}]',
+        "serviceAccount": '{"annotations": {"a": "b"}}',
+    },
+}
+PAIRS = list(itertools.combinations(OPTIONS, 2))
+
+
+@pytest.fixture(params=INSTALLATIONS)
+def rendered(request: pytest.FixtureRequest) -> list[Object]:
+    """The objects of each installation."""
+    return objects(*INSTALLATIONS[request.param])
+
+
+def validate(one: Object, version: str) -> None:
+    kubernetes_validate.validate(one, version, strict=True)
+
+
+def check(rendered: list[Object], version: str) -> None:
+    """Checks all that Kubernetes has a schema for, the pods of a LeaderWorkerSet included."""
+    for one in rendered:
+        if not one["apiVersion"].startswith(CUSTOM):
+            validate(one, version)
+    for template in pod_templates(rendered):
+        validate({"apiVersion": "v1", "kind": "PodTemplate", "template": template}, version)
+
+
+@pytest.mark.parametrize("name", INSTALLATIONS)
+def test_helm_finds_nothing_to_say(name: str) -> None:
+    values = [word for file in INSTALLATIONS[name] for word in ("--values", str(CHART / file))]
+
+    assert "0 chart(s) failed" in helm("lint", "--strict", str(CHART), *values)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kubernetes_takes_every_object(rendered: list[Object], version: str) -> None:
+    check(rendered, version)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" + ".join)
+def test_values_go_together(pair: tuple[str, str]) -> None:
+    first, second = pair
+
+    rendered = objects(**(OPTIONS[first] | OPTIONS[second]))
+
+    check(rendered, VERSIONS[-1])
+    check_flags(rendered)
+    check_mounts(rendered)
+
+
+def check_flags(rendered: list[Object]) -> None:
+    """Reads arguments as the process does, and checks that none is given twice."""
+    for _, one in containers(rendered):
+        service = one["command"][-1]
+        words = [word.replace("$(LWS_WORKER_INDEX)", "1") for word in one["args"]]
+        border = words.index("--") if "--" in words else len(words)
+        for name, given in ((service, words[:border]), ("shard", words[border + 1 :])):
+            if given:
+                load(CONFIGS[name], name, given, environ={})
+            assert len({word.partition("=")[0] for word in given}) == len(given), given
+
+
+def test_every_flag_is_one_that_its_process_has(rendered: list[Object]) -> None:
+    check_flags(rendered)
+
+
+def check_mounts(rendered: list[Object]) -> None:
+    """Checks that files in flags lie in volumes that are mounted, and that every volume is."""
+    for template in pod_templates(rendered):
+        spec = template["spec"]
+        mounted = set()
+        for one in spec["containers"]:
+            mounts = {mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]}
+            mounted |= set(mounts.values())
+            paths = [value for value in flags(one).values() if value.startswith("/")]
+            paths += [item["value"] for item in one.get("env", []) if item.get("value", "").startswith("/")]
+            for path in paths:
+                assert any(f"{path}/".startswith(f"{mount}/") for mount in mounts), path
+        volumes = {volume["name"] for volume in spec["volumes"]}
+        assert len(volumes) == len(spec["volumes"])
+        assert volumes == mounted
+
+
+def test_files_in_flags_are_mounted(rendered: list[Object]) -> None:
+    check_mounts(rendered)
+
+
+def test_secrets_have_the_files_that_flags_name(rendered: list[Object]) -> None:
+    for spec, one in containers(rendered):
+        secrets = {
+            volume["name"]: volume["secret"]["secretName"] for volume in spec["volumes"] if "secret" in volume
+        }
+        for mount in one["volumeMounts"]:
+            if mount["name"] not in secrets:
+                continue
+            names = {
+                value.removeprefix(mount["mountPath"] + "/")
+                for value in flags(one).values()
+                if value.startswith(mount["mountPath"])
+            }
+            wanted = {"keys.yaml"} if mount["name"] == "keys" else {"tls.crt", "tls.key", "ca.crt"}
+            assert names <= wanted
+            assert names
+
+
+def test_selectors_pick_the_pods_that_they_are_for(rendered: list[Object]) -> None:
+    pods = [template["metadata"]["labels"] for template in pod_templates(rendered)]
+    by_component = {labels["app.kubernetes.io/component"]: labels for labels in pods}
+
+    for one in rendered:
+        component = one["metadata"]["labels"]["app.kubernetes.io/component"]
+        spec = one.get("spec", {})
+        selector = spec.get("selector", spec.get("podSelector"))
+        if selector is None:
+            continue
+        wanted = dict(selector.get("matchLabels", selector))
+        # The controller labels pods with it.
+        wanted.pop("leaderworkerset.sigs.k8s.io/worker-index", None)
+        assert wanted.items() <= by_component[component].items()
+        assert not any(
+            wanted.items() <= labels.items() for name, labels in by_component.items() if name != component
+        )
+
+
+def port_numbers(one: Object) -> dict[str, int]:
+    return {port["name"]: port["containerPort"] for port in one["ports"]}
+
+
+def test_ports_are_those_that_processes_listen_on(rendered: list[Object]) -> None:
+    for _, one in containers(rendered):
+        given = flags(one)
+        listened = {
+            int(value.rpartition(":")[2])
+            for name, value in given.items()
+            if name in ("--listen-address", "--http-address", "--metrics-address")
+            if value.startswith("0.0.0.0:")
+        }
+        ranks = int(given.get("--tensor-parallel-size", 0)) // int(given.get("--nnodes", 1))
+        for rank in range(ranks):
+            listened.add(9104 + rank)
+            if given["--listen-address"].startswith("0.0.0.0:"):
+                listened.add(50053 + rank)
+
+        assert set(port_numbers(one).values()) == listened
+
+
+def test_services_reach_ports_that_there_are(rendered: list[Object]) -> None:
+    named = {
+        (template["metadata"]["labels"]["app.kubernetes.io/component"], name)
+        for template in pod_templates(rendered)
+        for one in template["spec"]["containers"]
+        for name in port_numbers(one)
+    }
+    for service in of_kind(rendered, "Service"):
+        component = service["spec"]["selector"]["app.kubernetes.io/component"]
+        for port in service["spec"]["ports"]:
+            assert (component, port["targetPort"]) in named
+
+
+def test_no_two_containers_of_a_pod_share_a_port(rendered: list[Object]) -> None:
+    for template in pod_templates(rendered):
+        numbers = [number for one in template["spec"]["containers"] for number in port_numbers(one).values()]
+        assert len(numbers) == len(set(numbers))
+
+
+def test_probes_ask_the_metrics_port(rendered: list[Object]) -> None:
+    paths = {"startupProbe": "/startupz", "livenessProbe": "/livez", "readinessProbe": "/readyz"}
+    for _, one in containers(rendered):
+        asked = flags(one)["--metrics-address"].rpartition(":")[2]
+        for probe, path in paths.items():
+            assert one[probe]["httpGet"]["path"] == path
+            assert port_numbers(one)[one[probe]["httpGet"]["port"]] == int(asked)
+
+
+def test_the_start_may_take_as_long_as_loading(rendered: list[Object]) -> None:
+    probe = container(rendered, "shard")["startupProbe"]
+
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 900
+
+
+def test_pods_stay_for_as_long_as_their_processes(rendered: list[Object]) -> None:
+    for spec, one in containers(rendered):
+        given = flags(one)
+        needed = int(given["--shutdown-grace"]) + int(given.get("--drain-delay", 0))
+        assert spec["terminationGracePeriodSeconds"] >= needed + 10
+
+
+def test_shards_outstay_their_scheduler(rendered: list[Object]) -> None:
+    graces = [int(flags(container(rendered, name))["--shutdown-grace"]) for name in ("shard", "scheduler")]
+
+    assert graces[0] > graces[1]
+
+
+def test_routers_find_the_service_of_the_schedulers(rendered: list[Object]) -> None:
+    address = flags(container(rendered, "router"))["--scheduler-addresses"]
+    service = next(one for one in of_kind(rendered, "Service") if one["spec"].get("clusterIP") == "None")
+
+    name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
+    assert address == f"dns:{name}.{namespace}.svc:{service['spec']['ports'][0]['port']}"
+
+
+def test_every_gpu_has_one_shard() -> None:
+    for name in ("gpu", "multinode"):
+        shard = container(objects(*INSTALLATIONS[name]), "shard")
+        given = flags(shard)
+
+        gpus = shard["resources"]["limits"]["nvidia.com/gpu"] * int(given.get("--nnodes", 1))
+        assert int(given["--tensor-parallel-size"]) == gpus
+
+
+def test_a_scheduler_knows_the_shards_of_all_its_nodes() -> None:
+    scheduler = container(
+        objects(replica__nodes=2, replica__tensorParallelSize=4, replica__gpus=2), "scheduler"
+    )
+
+    other = "$(POD_NAME)-1.pagoda-replica.models.svc"
+    assert flags(scheduler)["--shard-addresses"].split(",") == [
+        "127.0.0.1:50053",
+        "127.0.0.1:50054",
+        f"{other}:50053",
+        f"{other}:50054",
+    ]
+
+
+def test_shards_of_one_pod_listen_on_loopback_and_those_of_several_with_mutual_tls() -> None:
+    alone = flags(container(objects(), "shard"))
+    across = flags(container(objects(replica__nodes=2, replica__tensorParallelSize=2), "shard"))
+
+    assert alone["--listen-address"] == "127.0.0.1:50053"
+    assert across["--listen-address"] == "0.0.0.0:50053"
+    assert {"--tls-cert-file", "--tls-key-file", "--tls-client-ca-file"} <= across.keys()
+
+
+def test_nothing_is_insecure_by_default() -> None:
+    assert not [one["name"] for _, one in containers(objects()) if "--insecure" in flags(one)]
+
+
+def test_containers_may_do_nothing_that_they_need_not(rendered: list[Object]) -> None:
+    for spec, one in containers(rendered):
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not spec["automountServiceAccountToken"]
+        assert not spec["enableServiceLinks"]
+        assert one["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+def test_shards_have_shared_memory_and_a_writable_cache(rendered: list[Object]) -> None:
+    for spec, one in containers(rendered):
+        if one["name"] != "shard":
+            continue
+        volumes = {volume["name"]: volume.get("emptyDir") for volume in spec["volumes"]}
+        mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in one["volumeMounts"]}
+        assert mounts["/dev/shm"]["medium"] == "Memory"  # noqa: S108
+        assert mounts["/cache"] is not None
+
+
+def test_routers_download_no_weights() -> None:
+    files = [
+        {"url": f"https://host/{name}", "sha256": "0" * 64} for name in ("config.json", "model-1.safetensors")
+    ]
+
+    rendered = objects(model__source='"download"', model__files=json.dumps(files))
+
+    fetched = {
+        template["metadata"]["labels"]["app.kubernetes.io/component"]: [
+            word.rpartition("/")[2] for word in template["spec"]["initContainers"][0]["args"][1:]
+        ]
+        for template in pod_templates(rendered)
+    }
+    assert fetched == {"router": ["config.json"], "replica": ["config.json", "model-1.safetensors"]}
+
+
+def test_whole_numbers_stay_whole() -> None:
+    shard = container(objects(**OPTIONS["options"]), "shard")
+
+    assert flags(shard)["--kv-cache-memory-bytes"] == "68719476736"
+    assert "--enforce-eager" in flags(shard)
+
+
+def test_autoscaled_replicas_have_no_fixed_number() -> None:
+    rendered = objects(replica__autoscaling__kind='"hpa"')
+
+    (hpa,) = of_kind(rendered, "HorizontalPodAutoscaler")
+    (target,) = of_kind(rendered, hpa["spec"]["scaleTargetRef"]["kind"])
+    assert target["metadata"]["name"] == hpa["spec"]["scaleTargetRef"]["name"]
+    assert "replicas" not in target["spec"]
+
+
+def test_keda_asks_for_metrics_that_there_are() -> None:
+    (scaled,) = of_kind(objects(replica__autoscaling__kind='"keda"'), "ScaledObject")
+
+    queries = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+    known = TABLES["metrics of scheduler"]()
+    assert len(queries) == 2
+    for query in queries:
+        assert f"`{query.partition('{')[0].removeprefix('sum(')}`" in known
+
+
+def test_certificates_name_what_clients_check() -> None:
+    rendered = objects(tls__internal__certManager="true")
+
+    made = {one["spec"]["secretName"]: one["spec"] for one in of_kind(rendered, "Certificate")}
+    host = flags(container(rendered, "router"))["--scheduler-addresses"].split(":")[1]
+    assert made["pagoda-replica-tls"]["dnsNames"] == [host]
+    issuers = {one["metadata"]["name"] for one in of_kind(rendered, "Issuer")}
+    assert {one["issuerRef"]["name"] for one in made.values()} <= issuers
+
+
+def test_monitors_name_ports_that_there_are() -> None:
+    rendered = objects(monitoring__podMonitors="true", replica__tensorParallelSize=2)
+
+    for monitor in of_kind(rendered, "PodMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        (pod,) = [one for one in pod_templates(rendered) if wanted <= one["metadata"]["labels"].items()]
+        ports = {name for one in pod["spec"]["containers"] for name in port_numbers(one)}
+        monitored = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
+        assert monitored == {name for name in ports if "metrics" in name}
+
+
+def test_only_known_apis_are_used(rendered: list[Object]) -> None:
+    for one in rendered:
+        group = one["apiVersion"].rpartition("/")[0]
+        assert group in {"", "apps", "policy", "autoscaling", "networking.k8s.io", *CUSTOM}
