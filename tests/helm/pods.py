@@ -1,0 +1,144 @@
+"""Rendered pods as processes of this machine, in the place of a kubelet.
+
+Each pod has an address of its own within 127.0.0.0/8, so that all ports stay as they are. Names of other pods
+become their addresses, and volumes folders.
+"""
+
+import http.client
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.e2e.stack import until
+from tests.helm.chart import Object
+from tests.helm.tools import ROOT
+
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+
+
+class Pod:
+    """The processes of one pod.
+
+    Attributes:
+        ip: Its address.
+    """
+
+    def __init__(
+        self,
+        template: Object,
+        ip: str,
+        hosts: Mapping[str, str],
+        folders: Mapping[str, Path],
+        scratch: Path,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """Starts all containers.
+
+        `hosts` gives other pods' addresses by name, `folders` the content of volumes by the name of what they
+        are of: `model`, or a Secret. What is empty at the start is made in `scratch`. `environ` is what an
+        operator of the cluster puts into each container.
+        """
+        self.ip = ip
+        self._spec = template["spec"]
+        self._hosts = hosts
+        self._volumes = {
+            volume["name"]: self._folder(volume, folders, scratch) for volume in self._spec["volumes"]
+        }
+        self._environ = dict(environ or {})
+        self._processes = {one["name"]: self._start(one) for one in self._spec["containers"]}
+
+    @staticmethod
+    def _folder(volume: Object, folders: Mapping[str, Path], scratch: Path) -> Path:
+        if "emptyDir" in volume:
+            folder = scratch / volume["name"]
+            folder.mkdir(parents=True)
+            return folder
+        return folders[volume["secret"]["secretName"] if "secret" in volume else volume["name"]]
+
+    def _start(self, container: Object) -> "subprocess.Popen[bytes]":
+        mounts = {mount["mountPath"]: self._volumes[mount["name"]] for mount in container["volumeMounts"]}
+        given = {one["name"]: one.get("value", "pagoda-replica-0") for one in container.get("env", [])}
+        variables = {**self._environ, **given}
+        words = [self._expanded(word, variables) for word in container["args"]]
+        names = self._names_of_found(words)
+        words = [*(self._here(word, mounts) for word in words), *names]
+        assert container["command"][0] == "python"
+        return subprocess.Popen(
+            [sys.executable, *container["command"][1:], *words],
+            cwd=ROOT,
+            # The user has no home, as in the image.
+            env={
+                "PATH": os.environ["PATH"],
+                "HOME": "/",
+                "TMPDIR": self._here("/tmp", mounts),  # noqa: S108
+                **{name: self._here(value, mounts) for name, value in variables.items()},
+            },
+        )
+
+    @staticmethod
+    def _expanded(word: str, variables: Mapping[str, str]) -> str:
+        """As a kubelet does; a variable that isn't set would stay as it is."""
+        return re.sub(r"\$\((\w+)\)", lambda match: variables[match[1]], word)
+
+    @staticmethod
+    def _names_of_found(words: Sequence[str]) -> list[str]:
+        """The certificate's name, which a router takes from `dns:HOST:PORT`, where here an address stands."""
+        given = dict(word.partition("=")[::2] for word in words)
+        if "--scheduler-tls-ca-file" not in given:
+            return []
+        return ["--scheduler-tls-server-name=" + given["--scheduler-addresses"].split(":")[1]]
+
+    def _here(self, word: str, mounts: Mapping[str, Path]) -> str:
+        """An argument or variable, with paths and addresses of this machine."""
+        paths = "|".join(re.escape(path) for path in sorted(mounts, key=len, reverse=True))
+        word = re.sub(rf"(?<![^=])({paths})(?=/|$)", lambda match: str(mounts[match[1]]), word)
+        for name, ip in self._hosts.items():
+            word = word.replace(f"dns:{name}", ip).replace(name, ip)
+        return re.sub(r"\b(0\.0\.0\.0|127\.0\.0\.1):", f"{self.ip}:", word)
+
+    def wait_ready(self) -> None:
+        """Until every probe of every container succeeded, each within the time that it has."""
+        for container in self._spec["containers"]:
+            ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+            for name in PROBES:
+                probe = container[name]
+                path, port = probe["httpGet"]["path"], ports[probe["httpGet"]["port"]]
+                until(lambda path=path, port=port: self._answers(path, port), timeout_s=120)  # type: ignore[misc]
+
+    def _answers(self, path: str, port: int) -> bool:
+        assert all(process.poll() is None for process in self._processes.values()), "a container ended"
+        connection = http.client.HTTPConnection(self.ip, port, timeout=5)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def terminate(self) -> None:
+        """Asks all containers at once to end, as a kubelet does."""
+        for process in self._processes.values():
+            process.send_signal(signal.SIGTERM)
+
+    def wait(self) -> dict[str, int]:
+        """Exit statuses by container, within the time that the pod has."""
+        deadline = time.monotonic() + self._spec["terminationGracePeriodSeconds"]
+        return {name: process.wait(deadline - time.monotonic()) for name, process in self._processes.items()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
