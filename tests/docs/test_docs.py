@@ -27,6 +27,8 @@ from tests.k8s.promql import unknown_metrics
 CODE = ("common", "kernels", "launcher", "router", "scheduler", "shard")
 # Of pip's, npm's and protoc's programs, and of every one of ours.
 OTHER_FLAGS = {"--config", "--help", "--id", "--prefix", "--python_out", "--grpc_python_out"}
+# Of Docker, kind, kubectl and Helm.
+OTHER_FLAGS |= {"--build-arg", "--file", "--filename", "--from-file", "--set", "--tag", "--target", "--values"}
 # Of the SMG gateway.
 OTHER_FLAGS |= {"--host", "--port", "--prometheus-host", "--worker-urls"}
 # Of the benchmarks.

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,6 +22,14 @@ from tests.helm.chart import Object
 from tests.helm.tools import ROOT
 
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Where a container's processes run, and with which Python; by default here."""
+
+    folder: Path = ROOT
+    python: Path = Path(sys.executable)
 
 
 class Pod:
@@ -38,29 +47,23 @@ class Pod:
         folders: Mapping[str, Path],
         scratch: Path,
         environ: Mapping[str, str] | None = None,
+        trees: Mapping[str, Tree] | None = None,
     ) -> None:
         """Starts all containers.
 
         `hosts` gives other pods' addresses by name, `folders` the content of volumes by the name of what they
         are of: `model`, or a Secret. What is empty at the start is made in `scratch`. `environ` is what an
-        operator of the cluster puts into each container.
+        operator of the cluster puts into each container, `trees` where its processes run, by its name.
         """
         self.ip = ip
         self._spec = template["spec"]
         self._hosts = hosts
         self._volumes = {
-            volume["name"]: self._folder(volume, folders, scratch) for volume in self._spec["volumes"]
+            volume["name"]: _folder(volume, folders, scratch) for volume in self._spec["volumes"]
         }
         self._environ = dict(environ or {})
+        self._trees = trees or {}
         self._processes = {one["name"]: self._start(one) for one in self._spec["containers"]}
-
-    @staticmethod
-    def _folder(volume: Object, folders: Mapping[str, Path], scratch: Path) -> Path:
-        if "emptyDir" in volume:
-            folder = scratch / volume["name"]
-            folder.mkdir(parents=True)
-            return folder
-        return folders[volume["secret"]["secretName"] if "secret" in volume else volume["name"]]
 
     def _start(self, container: Object) -> "subprocess.Popen[bytes]":
         mounts = {mount["mountPath"]: self._volumes[mount["name"]] for mount in container["volumeMounts"]}
@@ -70,9 +73,10 @@ class Pod:
         names = self._names_of_found(words)
         words = [*(self._here(word, mounts) for word in words), *names]
         assert container["command"][0] == "python"
+        tree = self._trees.get(container["name"], Tree())
         return subprocess.Popen(
-            [sys.executable, *container["command"][1:], *words],
-            cwd=ROOT,
+            [tree.python, *container["command"][1:], *words],
+            cwd=tree.folder,
             # The user has no home, as in the image.
             env={
                 "PATH": os.environ["PATH"],
@@ -142,3 +146,14 @@ class Pod:
         for process in self._processes.values():
             process.kill()
             process.wait()
+
+
+def _folder(volume: Object, folders: Mapping[str, Path], scratch: Path) -> Path:
+    """Where a volume is on this machine."""
+    if "secret" in volume:
+        return folders[volume["secret"]["secretName"]]
+    if "emptyDir" not in volume:
+        return folders["model"]
+    folder = scratch / str(volume["name"])
+    folder.mkdir(parents=True)
+    return folder
