@@ -28,7 +28,8 @@ CODE = ("common", "kernels", "launcher", "router", "scheduler", "shard")
 # Of pip's, npm's and protoc's programs, and of every one of ours.
 OTHER_FLAGS = {"--config", "--help", "--id", "--prefix", "--python_out", "--grpc_python_out"}
 # Of Docker, kind, kubectl and Helm.
-OTHER_FLAGS |= {"--build-arg", "--file", "--filename", "--from-file", "--set", "--tag", "--target", "--values"}
+OTHER_FLAGS |= {"--build-arg", "--file", "--filename", "--from-file"}
+OTHER_FLAGS |= {"--set", "--tag", "--target", "--values"}
 # Of the SMG gateway.
 OTHER_FLAGS |= {"--host", "--port", "--prometheus-host", "--worker-urls"}
 # Of the benchmarks.

@@ -96,7 +96,9 @@ def readme(text: str, source: str) -> str:
 def manifests() -> str:
     """The plain manifests: the chart with values-cpu.yaml."""
     head = "# Made from helm/pagoda with values-cpu.yaml, by `python -m tests.helm.generate`.\n"
-    return head + re.sub(r"\n# Source: .*", "", render("values-cpu.yaml", namespace="default"))
+    # Helm has no part in what is applied from them.
+    marks = r"\n *(# Source|helm\.sh/chart|app\.kubernetes\.io/managed-by): .*"
+    return head + re.sub(marks, "", render("values-cpu.yaml", namespace="default"))
 
 
 def copies() -> dict[Path, bytes]:

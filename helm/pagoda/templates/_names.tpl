@@ -11,7 +11,7 @@
 {{ default (include "pagoda.name" .) .Values.serviceAccount.name }}
 {{- end }}
 
-{{- /* Of a component: (list $ "router"). */}}
+{{- /* Of a component: (list $ "router"). Pods have no other labels, so that a new chart alone restarts none. */}}
 {{- define "pagoda.selector" -}}
 {{- $root := index . 0 -}}
 app.kubernetes.io/name: pagoda

@@ -145,7 +145,7 @@
 {{- $tls := $root.Values.tls.internal -}}
 metadata:
   labels:
-    {{- include "pagoda.labels" (list $root "replica") | nindent 4 }}
+    {{- include "pagoda.selector" (list $root "replica") | nindent 4 }}
   {{- with $replica.podAnnotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
