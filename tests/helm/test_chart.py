@@ -6,6 +6,7 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
 
 from common.config import load
 from tests.docs.generate import CONFIGS, TABLES
@@ -21,6 +22,7 @@ from tests.helm.chart import (
     of_kind,
     pod_templates,
 )
+from tests.helm.tools import ROOT
 
 # By API group: what Kubernetes itself has no schema for.
 CUSTOM = ("leaderworkerset.x-k8s.io", "keda.sh", "cert-manager.io", "monitoring.coreos.com")
@@ -376,15 +378,40 @@ def test_certificates_name_what_clients_check() -> None:
     assert {one["issuerRef"]["name"] for one in made.values()} <= issuers
 
 
-def test_monitors_name_ports_that_there_are() -> None:
+def test_monitors_ask_every_process_of_a_pod() -> None:
     rendered = objects(monitoring__podMonitors="true", replica__tensorParallelSize=2)
 
+    monitored = {}
     for monitor in of_kind(rendered, "PodMonitor"):
         wanted = monitor["spec"]["selector"]["matchLabels"].items()
         (pod,) = [one for one in pod_templates(rendered) if wanted <= one["metadata"]["labels"].items()]
-        ports = {name for one in pod["spec"]["containers"] for name in port_numbers(one)}
-        monitored = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
-        assert monitored == {name for name in ports if "metrics" in name}
+        named = {name: port for one in pod["spec"]["containers"] for name, port in port_numbers(one).items()}
+        endpoints = monitor["spec"]["podMetricsEndpoints"]
+        monitored[monitor["metadata"]["name"]] = [named[endpoint["port"]] for endpoint in endpoints]
+    assert monitored == {
+        "pagoda-router": [9101],
+        "pagoda-scheduler": [9102],
+        "pagoda-shard": [9104, 9105],
+    }
+
+
+def test_rules_and_dashboards_are_those_of_the_repository() -> None:
+    rendered = objects(monitoring__rules="true", monitoring__dashboards="true")
+
+    rules = [one["spec"] for one in of_kind(rendered, "PrometheusRule")]
+    assert rules == [yaml.safe_load(path.read_text()) for path in (ROOT / "k8s" / "rules").glob("*.yaml")]
+    dashboards = [one["data"] for one in of_kind(rendered, "ConfigMap")]
+    files = sorted((ROOT / "k8s" / "dashboards").glob("*.json"))
+    assert [list(data) for data in dashboards] == [[path.name] for path in files]
+    assert [json.loads(data[path.name]) for data, path in zip(dashboards, files, strict=True)] == [
+        json.loads(path.read_text()) for path in files
+    ]
+
+
+def test_names_have_pagoda_in_them() -> None:
+    rendered = helm("template", "llm", str(CHART), "--show-only", "templates/service-account.yaml")
+
+    assert yaml.safe_load(rendered)["metadata"]["name"] == "llm-pagoda"
 
 
 def test_only_known_apis_are_used(rendered: list[Object]) -> None:

@@ -1,5 +1,7 @@
+{{- /* Alerts find jobs by "pagoda" in it. */}}
 {{- define "pagoda.name" -}}
-{{ default .Release.Name .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- $name := ternary .Release.Name (printf "%s-pagoda" .Release.Name) (contains "pagoda" .Release.Name) -}}
+{{ default $name .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
 {{- end }}
 
 {{- /* Schedulers are found, and named in certificates, by this. */}}
