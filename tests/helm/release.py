@@ -81,8 +81,8 @@ def running(
     with ExitStack() as stack:
         replica = []
         for node, (template, ip) in enumerate(zip(templates["replica"], ips, strict=True)):
-            # As the controller of a LeaderWorkerSet gives them.
-            environ = {"LWS_WORKER_INDEX": str(node), "LWS_LEADER_ADDRESS": ips[0]}
+            # As the controller of a LeaderWorkerSet gives it.
+            environ = {"LWS_WORKER_INDEX": str(node)}
             pod = Pod(template, ip, workers, folders, scratch / f"replica-{node}", environ, trees)
             replica.append(stack.enter_context(pod))
         (template,) = templates["router"]

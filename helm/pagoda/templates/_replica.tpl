@@ -91,7 +91,7 @@
     - --
     - --model={{ include "pagoda.modelPath" . }}
     {{- if $across }}
-    - --rendezvous-host=$(LWS_LEADER_ADDRESS)
+    - --rendezvous-host=$(POD_IP)
     {{- if $tls.enabled }}
     {{- include "pagoda.tlsFlags" (list "tls" "/tls/replica") | nindent 4 }}
     - --tls-client-ca-file=/tls/replica/ca.crt
@@ -103,6 +103,10 @@
     {{- . | nindent 4 }}
     {{- end }}
   env:
+    {{- if $across }}
+    - name: POD_IP
+      valueFrom: {fieldRef: {fieldPath: status.podIP}}
+    {{- end }}
     # Where models are converted to and kernels compiled to.
     - {name: XDG_CACHE_HOME, value: /cache}
     - {name: TRITON_CACHE_DIR, value: /cache/triton}
