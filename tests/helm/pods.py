@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
+
 from tests.e2e.stack import until
 from tests.helm.chart import Object
 from tests.helm.tools import ROOT
@@ -131,6 +133,10 @@ class Pod:
             return False
         finally:
             connection.close()
+
+    def children(self, container: str) -> list[psutil.Process]:
+        """What the process of a container has started."""
+        return psutil.Process(self._processes[container].pid).children()
 
     def terminate(self) -> None:
         """Asks all containers at once to end, as a kubelet does."""

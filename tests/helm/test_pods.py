@@ -49,6 +49,15 @@ def test_a_replica_that_is_ended_loses_nothing(release: Release) -> None:
     assert {status for pod in release.replica for status in pod.wait().values()} == {0}
 
 
+def test_a_shard_that_is_killed_comes_back_and_nothing_is_lost(release: Release) -> None:
+    with release.channel() as channel:
+        answer = Answer(InferenceServiceStub(channel), spec(max_tokens=LONG, ignore_eos=True)).read(10)
+
+        release.replica[-1].children("shard")[-1].kill()
+
+        assert len(answer.finish().token_ids) == LONG
+
+
 def test_a_router_that_is_ended_still_takes_what_comes_meanwhile(release: Release) -> None:
     with release.channel() as channel:
         stub = InferenceServiceStub(channel)
