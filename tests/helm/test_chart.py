@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from common.config import load
-from tests.docs.generate import CONFIGS, TABLES
+from tests.docs.generate import CONFIGS
 from tests.helm.chart import (
     CHART,
     INSTALLATIONS,
@@ -23,6 +23,7 @@ from tests.helm.chart import (
     pod_templates,
 )
 from tests.helm.tools import ROOT
+from tests.k8s.promql import unknown_metrics
 
 # By API group: what Kubernetes itself has no schema for.
 CUSTOM = ("leaderworkerset.x-k8s.io", "keda.sh", "cert-manager.io", "monitoring.coreos.com")
@@ -362,10 +363,8 @@ def test_keda_asks_for_metrics_that_there_are() -> None:
     (scaled,) = of_kind(objects(replica__autoscaling__kind='"keda"'), "ScaledObject")
 
     queries = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
-    known = TABLES["metrics of scheduler"]()
     assert len(queries) == 2
-    for query in queries:
-        assert f"`{query.partition('{')[0].removeprefix('sum(')}`" in known
+    assert not [name for query in queries for name in unknown_metrics(query)]
 
 
 def test_certificates_name_what_clients_check() -> None:
