@@ -1,15 +1,10 @@
 """What the chart renders is what Kubernetes takes, and what the processes take."""
 
-import itertools
 import json
-from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
-from common.config import load
-from tests.docs.generate import CONFIGS
 from tests.helm.chart import (
     CHART,
     INSTALLATIONS,
@@ -22,76 +17,15 @@ from tests.helm.chart import (
     of_kind,
     pod_templates,
 )
+from tests.helm.checks import CUSTOM, VERSIONS, check_flags, check_mounts, check_objects
 from tests.helm.tools import ROOT
 from tests.k8s.promql import unknown_metrics
-
-# By API group: what Kubernetes itself has no schema for.
-CUSTOM = ("leaderworkerset.x-k8s.io", "keda.sh", "cert-manager.io", "monitoring.coreos.com")
-# The oldest that the chart is for, and the newest that there are schemas of.
-VERSIONS = ("1.30", kubernetes_validate.latest_version())
-# Values that change what is rendered, each another way.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "no TLS between pods": {"tls__internal__enabled": "false"},
-    "cert-manager": {"tls__internal__certManager": "true"},
-    "no TLS for clients": {"tls__public__enabled": "false"},
-    "client certificates": {"tls__public__clientCertificates": "true"},
-    "no keys": {"apiKeys__enabled": "false", "tls__public__clientCertificates": "true"},
-    "download": {
-        "model__source": '"download"',
-        "model__files": json.dumps([{"url": "https://host/config.json", "sha256": "0" * 64}]),
-    },
-    "host path": {"model__source": '"hostPath"', "model__hostPath": '"/models"', "model__subPath": '"llama"'},
-    "routers by CPU": {"router__autoscaling__enabled": "true"},
-    "replicas by HPA": {"replica__autoscaling__kind": '"hpa"'},
-    "replicas by KEDA": {"replica__autoscaling__kind": '"keda"'},
-    "two ranks": {"replica__tensorParallelSize": 2},
-    "two nodes": {"replica__nodes": 2, "replica__tensorParallelSize": 4},
-    "monitoring": {
-        "monitoring": '{"podMonitors": true, "rules": true, "dashboards": true}',
-    },
-    "no network policy": {"networkPolicy__enabled": "false"},
-    "placement": {
-        "replica__tolerations": '[{"operator": "Exists"}]',
-        "replica__nodeSelector": '{"gpu": "yes"}',
-        "replica__affinity": '{"nodeAffinity": {}}',
-        "replica__runtimeClassName": '"nvidia"',
-        "replica__podAnnotations": '{"a": "b"}',
-        "router__nodeSelector": '{"pool": "small"}',
-    },
-    "options": {
-        "router__options": '{"log-requests": "summary", "trace-sample-ratio": 0.5}',
-        "replica__scheduler__options": '{"max-num-seqs": 64, "enable-prefix-caching": false}',
-        "replica__shard__options": '{"kv-cache-memory-bytes": 68719476736, "enforce-eager": true}',
-    },
-    "surroundings": {
-        "image": '{"prefix": "registry.example/ai/", "tag": "1", "pullSecrets": [{"name": "pull"}]}',
-        "router__service__annotations": '{"a": "b"}',
-        "router__env": '[{"name": "A", "value": "b"}]',
-        "replica__scheduler__env": '[{"name": "A", "value": "b"}]',
-        "replica__shard__env": '[{"name": "NCCL_DEBUG", "value": "INFO"}]',
-        "serviceAccount": '{"annotations": {"a": "b"}}',
-    },
-}
-PAIRS = list(itertools.combinations(OPTIONS, 2))
 
 
 @pytest.fixture(params=INSTALLATIONS)
 def rendered(request: pytest.FixtureRequest) -> list[Object]:
     """The objects of each installation."""
     return objects(*INSTALLATIONS[request.param])
-
-
-def validate(one: Object, version: str) -> None:
-    kubernetes_validate.validate(one, version, strict=True)
-
-
-def check(rendered: list[Object], version: str) -> None:
-    """Checks all that Kubernetes has a schema for, the pods of a LeaderWorkerSet included."""
-    for one in rendered:
-        if not one["apiVersion"].startswith(CUSTOM):
-            validate(one, version)
-    for template in pod_templates(rendered):
-        validate({"apiVersion": "v1", "kind": "PodTemplate", "template": template}, version)
 
 
 @pytest.mark.parametrize("name", INSTALLATIONS)
@@ -103,51 +37,11 @@ def test_helm_finds_nothing_to_say(name: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_kubernetes_takes_every_object(rendered: list[Object], version: str) -> None:
-    check(rendered, version)
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids=" + ".join)
-def test_values_go_together(pair: tuple[str, str]) -> None:
-    first, second = pair
-
-    rendered = objects(**(OPTIONS[first] | OPTIONS[second]))
-
-    check(rendered, VERSIONS[-1])
-    check_flags(rendered)
-    check_mounts(rendered)
-
-
-def check_flags(rendered: list[Object]) -> None:
-    """Reads arguments as the process does, and checks that none is given twice."""
-    for _, one in containers(rendered):
-        service = one["command"][-1]
-        words = [word.replace("$(LWS_WORKER_INDEX)", "1") for word in one["args"]]
-        border = words.index("--") if "--" in words else len(words)
-        for name, given in ((service, words[:border]), ("shard", words[border + 1 :])):
-            if given:
-                load(CONFIGS[name], name, given, environ={})
-            assert len({word.partition("=")[0] for word in given}) == len(given), given
+    check_objects(rendered, version)
 
 
 def test_every_flag_is_one_that_its_process_has(rendered: list[Object]) -> None:
     check_flags(rendered)
-
-
-def check_mounts(rendered: list[Object]) -> None:
-    """Checks that files in flags lie in volumes that are mounted, and that every volume is."""
-    for template in pod_templates(rendered):
-        spec = template["spec"]
-        mounted = set()
-        for one in spec["containers"]:
-            mounts = {mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]}
-            mounted |= set(mounts.values())
-            paths = [value for value in flags(one).values() if value.startswith("/")]
-            paths += [item["value"] for item in one.get("env", []) if item.get("value", "").startswith("/")]
-            for path in paths:
-                assert any(f"{path}/".startswith(f"{mount}/") for mount in mounts), path
-        volumes = {volume["name"] for volume in spec["volumes"]}
-        assert len(volumes) == len(spec["volumes"])
-        assert volumes == mounted
 
 
 def test_files_in_flags_are_mounted(rendered: list[Object]) -> None:
@@ -344,7 +238,10 @@ def test_routers_download_no_weights() -> None:
 
 
 def test_whole_numbers_stay_whole() -> None:
-    shard = container(objects(**OPTIONS["options"]), "shard")
+    shard = container(
+        objects(replica__shard__options='{"kv-cache-memory-bytes": 68719476736, "enforce-eager": true}'),
+        "shard",
+    )
 
     assert flags(shard)["--kv-cache-memory-bytes"] == "68719476736"
     assert "--enforce-eager" in flags(shard)
