@@ -7,6 +7,7 @@ from typing import Any, Final
 from pagoda.v1.inference_pb2 import Chat, ChatMessage, Tool, ToolCall
 from router.chat_template import RESERVED
 from router.errors import invalid
+from router.text import check_text
 from router.tool_call_parser import TOOL_NAME
 
 MAX_MESSAGES: Final = 4096
@@ -91,6 +92,7 @@ def _object(text: str, field: str) -> dict[str, Any]:
         raise invalid(field, f"{text[:100]!r} must be a JSON object: {error}") from error
     if not isinstance(value, dict):
         raise invalid(field, f"{text[:100]!r} must be a JSON object")
+    check_text(value, field)
     return value
 
 

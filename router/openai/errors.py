@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from router.errors import RequestError, invalid
+from router.text import field_name
 
 _Code = grpc.StatusCode
 
@@ -108,12 +109,16 @@ def from_body(error: RequestValidationError) -> RequestError:
         return invalid("", f"the body isn't JSON: {first['ctx']['error']}", "BROKEN_MESSAGE")
     # The first is "body". A field that may be of several types fails once for each.
     path = first["loc"][1:]
+    if not path and first["input"] is None:
+        return invalid("", "the body is empty; send a JSON object")
     messages = dict.fromkeys(one["msg"] for one in failures if one["loc"][1:2] == path[:1])
     message = "; or: ".join(list(messages)[:4])
     if first["type"] != "missing":
         # Never the whole: a prompt may be megabytes long.
         message += f" (given: {reprlib.repr(first['input'])})"
-    return invalid(_name(path) if len(messages) == 1 else _name(path[:1]), message)
+    if not path:
+        return invalid("", f"the body: {message}")
+    return invalid(field_name(path) if len(messages) == 1 else field_name(path[:1]), message)
 
 
 def from_routing(error: HTTPException, method: str, path: str) -> RequestError:
@@ -147,8 +152,3 @@ def _param(field: str) -> str | None:
         if field.startswith(start):
             return name + field.removeprefix(start)
     return field or None
-
-
-def _name(path: Sequence[str | int]) -> str:
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return name.removeprefix(".")

@@ -6,9 +6,10 @@ aside, as clients send more than any server knows.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from common.sampling import MAX_LOGPROBS
+from router.text import check_text
 
 # What a proto field can hold.
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
@@ -22,6 +23,16 @@ class Body(BaseModel):
     """Numbers are numbers and booleans booleans: nothing is read into strings."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+
+
+class WholeBody(Body):
+    """What a request carries, of which all strings are text."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_text(cls, given: Any) -> Any:
+        check_text(given)
+        return given
 
 
 class StreamOptions(Body):
@@ -57,7 +68,7 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
-class GenerateBody(Body):
+class GenerateBody(WholeBody):
     """What completions and chats share."""
 
     model: str | None = None
@@ -158,7 +169,7 @@ class NamedTool(Body):
     function: FunctionName
 
 
-class ChatInput(Body):
+class ChatInput(WholeBody):
     """What becomes the prompt of a chat."""
 
     model: str | None = None
@@ -186,7 +197,7 @@ class TokenizeBody(ChatInput):
     prompt: str | None = None
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(WholeBody):
     """POST /detokenize."""
 
     model: str | None = None

@@ -1,6 +1,7 @@
 """Whatever goes wrong comes in OpenAI's shape, with the status that HTTP has for it."""
 
 import asyncio
+import json
 from http import HTTPStatus
 from typing import Any
 
@@ -12,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from router.inference import Inference
 from router.openai import calls
-from tests.router.openai.conftest import Face
+from tests.router.openai.conftest import Face, ids
 
 JSON = {"Content-Type": "application/json"}
 
@@ -54,6 +55,76 @@ async def test_broken_bodies(face: Face, body: bytes) -> None:
     response = await face.http.post("/v1/completions", content=body, headers=JSON)
     assert response.status_code == 400
     assert error_in(response)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("body", [b"", b"null"])
+async def test_an_empty_body_is_called_so(face: Face, body: bytes) -> None:
+    response = await face.http.post("/v1/completions", content=body, headers=JSON)
+    assert "the body is empty" in error_in(response)["message"]
+
+
+async def test_a_body_that_is_no_object_is_called_so(face: Face) -> None:
+    response = await face.http.post("/v1/completions", content=b"[]", headers=JSON)
+    assert error_in(response)["message"].startswith("the body: ")
+
+
+HALF = "\ud800"
+
+
+def called(arguments: str) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    return {"messages": [{"role": "assistant", "tool_calls": [{"function": function}]}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": HALF}, "prompt"),
+        ("/v1/completions", {"prompt": f"a\udc00{HALF}b"}, "prompt"),
+        ("/v1/completions", {"prompt": ["fox", HALF]}, "prompt[1]"),
+        ("/v1/completions", {"prompt": "fox", "model": HALF}, "model"),
+        ("/v1/completions", {"prompt": "fox", "stop": ["a", HALF]}, "stop[1]"),
+        ("/v1/completions", {"prompt": "fox", "user": HALF}, "user"),
+        ("/v1/completions", {"prompt": "fox", "cache_salt": HALF}, "cache_salt"),
+        ("/v1/completions", {"prompt": "fox", "logit_bias": {HALF: 1}}, r"logit_bias.\ud800"),
+        ("/v1/completions", {"structured_outputs": {"choice": [HALF]}}, "structured_outputs.choice[0]"),
+        (
+            "/v1/chat/completions",
+            {"tools": [{"function": {"description": HALF}}]},
+            "tools[0].function.description",
+        ),
+        ("/v1/chat/completions", called(HALF), "messages[0].tool_calls[0].function.arguments"),
+        ("/v1/chat/completions", called(r'{"a": "\ud800"}'), "messages[0].tool_calls[0].arguments.a"),
+        ("/v1/chat/completions", {"chat_template_kwargs": {"a": HALF}}, "chat_template_kwargs.a"),
+        ("/tokenize", {"prompt": HALF}, "prompt"),
+        ("/detokenize", {"tokens": [1], "model": HALF}, "model"),
+    ],
+)
+async def test_half_a_character_is_refused_by_name(
+    face: Face, path: str, fields: dict[str, Any], param: str
+) -> None:
+    response = await face.http.post(path, content=json.dumps(fields), headers=JSON)
+    assert response.status_code == HTTPStatus.BAD_REQUEST
+    assert error_in(response)["param"] == param
+    assert "half of a surrogate pair" in error_in(response)["message"]
+
+
+async def test_half_a_character_in_raw_bytes_is_refused(face: Face) -> None:
+    response = await face.http.post("/tokenize", content=b'{"prompt": "\xed\xa0\x80"}', headers=JSON)
+    assert (response.status_code, error_in(response)["param"]) == (HTTPStatus.BAD_REQUEST, "prompt")
+
+
+async def test_the_name_of_a_deep_field_is_cut(face: Face) -> None:
+    nested: Any = HALF
+    for _ in range(100):
+        nested = {"a" * 1000: nested}
+    response = await face.http.post("/v1/completions", content=json.dumps({"user": nested}), headers=JSON)
+    assert len(error_in(response)["param"]) < 500
+
+
+async def test_a_whole_surrogate_pair_is_a_character(face: Face) -> None:
+    response = await face.http.post("/tokenize", content=rb'{"prompt": "\ud83e\udd8a"}', headers=JSON)
+    assert response.json()["tokens"] == ids("🦊")
 
 
 @pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
