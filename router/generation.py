@@ -236,7 +236,8 @@ class Generation:
     async def _wait_for_replica(self) -> None:
         refusal = self._refusal or unavailable("no scheduler is connected")
         if self._replicas.closed:
-            raise unavailable("this router is shutting down; resume with prior_outputs", "SHUTTING_DOWN")
+            message = "this router is shutting down; resume with prior_outputs (gRPC), or ask anew (HTTP)"
+            raise unavailable(message, "SHUTTING_DOWN")
         if self._lost_at is None or refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             raise refusal
         try:

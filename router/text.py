@@ -10,6 +10,7 @@ from router.errors import invalid
 _MAX_PARTS: Final = 8
 _MAX_KEY_LENGTH: Final = 40
 
+_WITH_TEXT: Final = frozenset({str, dict, list})
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
@@ -38,7 +39,7 @@ def check_text(given: Any, field: str = "") -> None:
                 _check(key, (key, path), field)
         elif isinstance(value, list):
             items = enumerate(value)
-        waiting += [((key, path), one) for key, one in items if isinstance(one, str | dict | list)]
+        waiting += [((key, path), one) for key, one in items if type(one) in _WITH_TEXT]
 
 
 def _check(text: str, path: Any, field: str) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
@@ -70,6 +70,9 @@ class Calls:
 
     It asks for a key and reads the whole body. Then it lets the application answer until the client goes
     away, stops reading, or has waited too long.
+
+    Attributes:
+        leaving: Connections are closed after their answers.
     """
 
     def __init__(
@@ -89,12 +92,18 @@ class Calls:
         self._request_timeout = request_timeout
         self._write_stall_timeout = write_stall_timeout
         self._cut_off = cut_off
+        self.leaving = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = time.monotonic()
         call = Call(_request_id(scope), start + self._request_timeout)
         scope["state"]["call"] = call
-        writer = _Writer(send, call, self._write_stall_timeout, lambda: self._cut_off(scope["client"]))
+        headers = [(b"x-request-id", call.request_id.encode())]
+        if self.leaving:
+            headers.append((b"connection", b"close"))
+        writer = _Writer(
+            send, call, headers, self._write_stall_timeout, lambda: self._cut_off(scope["client"])
+        )
         self._open_calls.open()
         try:
             if scope["path"] != HEALTH_PATH and not is_of_page(scope["path"]):
@@ -140,9 +149,17 @@ class Calls:
 class _Writer:
     """Writes a response, and no longer than a client reads it."""
 
-    def __init__(self, send: Send, call: Call, stall_timeout: float, cut_off: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        send: Send,
+        call: Call,
+        headers: Sequence[tuple[bytes, bytes]],
+        stall_timeout: float,
+        cut_off: Callable[[], None],
+    ) -> None:
         self._send = send
         self._call = call
+        self._headers = headers
         self._stall_timeout = stall_timeout
         self._cut_off = cut_off
         self._started = False
@@ -151,7 +168,7 @@ class _Writer:
         """Of ASGI. Returns once the client has room for more."""
         if message["type"] == "http.response.start":
             self._started = True
-            message["headers"] = [*message["headers"], (b"x-request-id", self._call.request_id.encode())]
+            message["headers"] = [*message["headers"], *self._headers]
         try:
             async with asyncio.timeout(self._stall_timeout):
                 await self._send(message)

@@ -5,8 +5,10 @@ import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
+import h11
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -17,11 +19,13 @@ from router.auth import Authenticator
 from router.inference import OpenCalls
 from router.openai.calls import Calls
 
-# Further ones are answered with 503.
+# At so many, a new one takes the place of one without a request, or is answered with 503.
 MAX_CONNECTIONS: Final = 4096
 MAX_HEADER_BYTES: Final = 32 * 1024
 # More than the 60 s of usual load balancers, or they would send requests into connections that just closed.
 KEEP_ALIVE_S: Final = 75
+# From the first byte of a request to the end of its headers.
+HEAD_TIMEOUT_S: Final = 15
 
 
 class HTTPServer:
@@ -45,7 +49,7 @@ class HTTPServer:
         """Takes connections from `listener` from now on. Timeouts in seconds."""
         self._socket = listener
         self.port: int = listener.getsockname()[1]
-        calls = Calls(
+        self._calls = Calls(
             app,
             open_calls,
             auth,
@@ -55,8 +59,8 @@ class HTTPServer:
         )
         self._server = _Server(
             uvicorn.Config(
-                calls,
-                http=_Connection,
+                self._calls,
+                http=partial(_Connection, {}),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -79,8 +83,10 @@ class HTTPServer:
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
 
     def leave(self) -> None:
-        """Takes no more connections, closes idle ones, and the others after their answers."""
-        self._server.should_exit = True
+        """Closes idle connections, and the others after their answers; new ones have one request each."""
+        self._calls.leaving = True
+        for connection in self._connections():
+            connection.shutdown()
 
     async def close(self) -> None:
         """Closes what connections there are; what was written still goes out to clients that take it."""
@@ -104,12 +110,57 @@ class HTTPServer:
 
 
 class _Connection(H11Protocol):
+    """One connection. Without a request it has limited time to send one, and makes room for new ones."""
+
+    def __init__(self, idle: "dict[_Connection, None]", **of_uvicorn: Any) -> None:
+        """`idle` are those without a request, of the whole server; who waited longest is first."""
+        super().__init__(**of_uvicorn)
+        self._idle = idle
+        self._head_deadline: float | None = None
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Gives it as long for its first request as for the next ones."""
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
+        if len(self.connections) >= MAX_CONNECTIONS and self._idle:
+            longest = next(iter(self._idle))
+            del self._idle[longest]
+            longest.timeout_keep_alive_handler()
+        self._idle[self] = None
+
+    def data_received(self, data: bytes) -> None:
+        """Limits the time of a head that has begun: uvicorn's timer ends with each byte."""
+        super().data_received(data)
+        self._sort()
+        if self._lacks_head:
+            self._head_deadline = self._head_deadline or self.loop.time() + HEAD_TIMEOUT_S
+            self.timeout_keep_alive_task = self.loop.call_at(
+                self._head_deadline, self.timeout_keep_alive_handler
+            )
+        else:
+            self._head_deadline = None
+
+    def on_response_complete(self) -> None:
+        """Waits for the next request, which may have arrived already."""
+        super().on_response_complete()
+        self._sort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Is idle no more."""
+        super().connection_lost(exc)
+        self._idle.pop(self, None)
+
+    @property
+    def _lacks_head(self) -> bool:
+        return self.conn.their_state is h11.IDLE and not self.transport.is_closing()
+
+    def _sort(self) -> None:
+        if self._lacks_head:
+            self._idle.setdefault(self)
+        else:
+            self._idle.pop(self, None)
 
 
 class _Server(uvicorn.Server):

@@ -92,6 +92,74 @@ async def test_a_connection_that_says_nothing_is_closed(
     writer.close()
 
 
+async def test_a_connection_that_never_ends_its_headers_is_closed(
+    start_face: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 0.01)
+    face: Face = await start_face()
+    reader, writer = await asyncio.open_connection("127.0.0.1", face.port)
+    writer.write(b"GET /health HTTP/1.1\r\nHost:")
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_more_bytes_win_headers_no_time(start_face: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 0.01)
+    face: Face = await start_face()
+    reader, writer = await asyncio.open_connection("127.0.0.1", face.port)
+    reading = asyncio.create_task(reader.read())
+    # Until they are too many, which would be answered.
+    while not reading.done():
+        writer.write(b"G")
+        await asyncio.sleep(0)
+    assert isinstance(reading.exception(), ConnectionResetError) or reading.result() == b""
+    writer.close()
+
+
+async def test_a_request_may_take_longer_than_its_headers(
+    start_face: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 0.01)
+    face: Face = await start_face()
+    call = asyncio.create_task(face.post("/v1/completions", prompt="fox"))
+    submit = await face.scheduler.accept()
+    closed_meanwhile, writer = await asyncio.open_connection("127.0.0.1", face.port)
+    writer.write(b"G")
+    await closed_meanwhile.read()
+    face.scheduler.send(submit, [*ids("dog"), EOS], STOP)
+    assert (await call).status_code == 200
+    writer.close()
+
+
+@pytest.mark.parametrize("start", [b"", b"GET /x"])
+async def test_connections_without_a_request_lock_nobody_out(
+    start_face: Any, monkeypatch: pytest.MonkeyPatch, start: bytes
+) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 4)
+    face: Face = await start_face()
+    async with contextlib.AsyncExitStack() as stack:
+        readers = []
+        for _ in range(6):
+            reader, writer = await asyncio.open_connection("127.0.0.1", face.port)
+            stack.callback(writer.close)
+            writer.write(start)
+            readers.append(reader)
+        assert (await face.http.get("/health")).status_code == 200
+        assert await readers[0].read() == b""
+
+
+async def test_connections_with_requests_make_no_room(
+    start_face: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
+    face: Face = await start_face()
+    call = asyncio.create_task(face.post("/v1/completions", prompt="fox"))
+    submit = await face.scheduler.accept()
+    assert (await face.http.get("/health")).status_code == 503
+    face.scheduler.send(submit, [*ids("dog"), EOS], STOP)
+    assert (await call).status_code == 200
+
+
 async def test_a_thousand_idle_connections_are_borne(face: Face) -> None:
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(1000):
@@ -108,13 +176,24 @@ async def test_a_running_stream_may_end_while_the_router_drains(face: Face) -> N
         submit = await accepted
         draining = asyncio.create_task(face.grpc.router.drain())
         assert await idle_reader.read() == b""
-        with pytest.raises(httpx.ConnectError):
-            await httpx.AsyncClient().get(f"http://127.0.0.1:{face.port}/health")
+        url = f"http://127.0.0.1:{face.port}"
+        async with httpx.AsyncClient(base_url=url, timeout=60) as other:
+            health = await other.get("/health")
+            refused = await other.post("/v1/completions", json={"prompt": "fox"})
         face.scheduler.send(submit, [*ids("fox"), EOS], STOP)
         *_, last = [line async for line in response.aiter_lines() if line]
     idle_writer.close()
     assert last == "data: [DONE]"
+    assert (health.status_code, health.headers["connection"]) == (503, "close")
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     await draining
+
+
+async def test_a_router_that_has_drained_takes_no_connections(face: Face) -> None:
+    port = face.port
+    await face.grpc.router.drain()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
 
 
 async def test_a_stream_that_outlives_the_grace_is_told(start_face: Any) -> None:
@@ -127,6 +206,7 @@ async def test_a_stream_that_outlives_the_grace_is_told(start_face: Any) -> None
         lines = [line async for line in response.aiter_lines() if line]
     assert lines[0] == "event: error"
     assert "shutting_down" in lines[1]
+    assert "ask anew" in lines[1]
 
 
 async def test_a_router_that_takes_no_more_says_so(face: Face) -> None:
