@@ -137,6 +137,20 @@ class Inference:
                 record.usage = running.usage()
                 generation.close()
 
+    def check_count(self, count: int, tenant: Tenant, field: str) -> None:
+        """Refuses so many requests at once of which all have to run, if they never can.
+
+        Raises:
+            RequestError: INVALID_ARGUMENT, naming `field` and the limit.
+        """
+        limits = {
+            "max_concurrent_requests of this key": tenant.max_concurrent_requests,
+            "the router's --max-concurrent-requests": self._config.max_concurrent_requests,
+        }
+        for name, limit in limits.items():
+            if 0 < limit < count:
+                raise invalid(field, f"{count} at once, but {name} is {limit}; send fewer at a time")
+
     def model(self) -> pb.GetModelResponse:
         """What is served.
 

@@ -51,26 +51,19 @@ async def whole(runs: Sequence[Running]) -> list[list[pb.OutputDelta]]:
     return [task.result() for task in tasks]
 
 
-def usage(runs: Iterable[Running]) -> dict[str, Any]:
-    """Tokens so far, over all prompts."""
-    sums = pb.Usage()
-    for run in runs:
-        one = run.usage()
-        sums.prompt_tokens += one.prompt_tokens
-        sums.completion_tokens += one.completion_tokens
-        sums.cached_tokens += one.cached_tokens
-    return {
-        "prompt_tokens": sums.prompt_tokens,
-        "completion_tokens": sums.completion_tokens,
-        "total_tokens": sums.prompt_tokens + sums.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sums.cached_tokens},
-    }
-
-
 class Envelope:
     """What stands around the choices of an answer, and of each chunk of one."""
 
-    def __init__(self, kind: str, request_id: str, runs: Sequence[Running], body: GenerateBody) -> None:
+    def __init__(
+        self,
+        kind: str,
+        request_id: str,
+        runs: Sequence[Running],
+        body: GenerateBody,
+        *,
+        echo_only: bool = False,
+    ) -> None:
+        """With `echo_only`, the outputs aren't given out and don't count."""
         accepted = runs[0].accepted()
         self._fields = {
             "id": request_id,
@@ -80,19 +73,20 @@ class Envelope:
             "system_fingerprint": accepted.model_revision,
         }
         self._runs = runs
+        self._echo_only = echo_only
         options = body.stream_options
         self._usage_last = options is not None and options.include_usage
         self._usage_always = options is not None and options.continuous_usage_stats
 
     def around(self, *choices: dict[str, Any]) -> dict[str, Any]:
         """A whole answer."""
-        return {**self._fields, "choices": list(choices), "usage": usage(self._runs)}
+        return {**self._fields, "choices": list(choices), "usage": self._usage()}
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         """One piece of a stream."""
         chunk = {**self._fields, "choices": [choice]}
         if self._usage_always:
-            chunk["usage"] = usage(self._runs)
+            chunk["usage"] = self._usage()
         elif self._usage_last:
             chunk["usage"] = None
         return chunk
@@ -101,4 +95,19 @@ class Envelope:
         """What a stream ends with: the usage, where it was asked for."""
         if not self._usage_last:
             return []
-        return [{**self._fields, "choices": [], "usage": usage(self._runs)}]
+        return [{**self._fields, "choices": [], "usage": self._usage()}]
+
+    def _usage(self) -> dict[str, Any]:
+        """Tokens so far, over all prompts."""
+        sums = pb.Usage()
+        for run in self._runs:
+            one = run.usage()
+            sums.prompt_tokens += one.prompt_tokens
+            sums.completion_tokens += 0 if self._echo_only else one.completion_tokens
+            sums.cached_tokens += one.cached_tokens
+        return {
+            "prompt_tokens": sums.prompt_tokens,
+            "completion_tokens": sums.completion_tokens,
+            "total_tokens": sums.prompt_tokens + sums.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sums.cached_tokens},
+        }

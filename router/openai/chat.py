@@ -51,6 +51,10 @@ def chat_of(body: ChatInput) -> pb.Chat:
 
 
 def _message(message: Message, field: str) -> pb.ChatMessage:
+    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+        raise invalid(
+            f"{field}.content", "is missing; only an assistant's message with tool_calls needs none"
+        )
     if isinstance(message.content, list):
         for index, part in enumerate(message.content):
             if part.type != "text" or part.text is None:
@@ -63,7 +67,7 @@ def _message(message: Message, field: str) -> pb.ChatMessage:
         role="system" if message.role == "developer" else message.role,
         content=content,
         tool_calls=[
-            pb.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+            pb.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments or "{}")
             for call in message.tool_calls or []
         ],
         tool_call_id=message.tool_call_id or "",

@@ -28,20 +28,28 @@ async def complete(inference: Inference, body: CompletionBody, call: Call, calle
         RequestError: the request is refused, or fails before its answer begins.
     """
     completion = _Completion(inference, body, call)
+    inference.check_count(len(completion.specs), caller.tenant, "prompt")
     if body.stream:
         return await event_stream(completion.chunks(caller), call)
     return JSONResponse(await completion.whole(caller))
 
 
 class _Completion:
+    """One body's requests, and the answer made of their outputs.
+
+    Attributes:
+        specs: One per prompt.
+    """
+
     def __init__(self, inference: Inference, body: CompletionBody, call: Call) -> None:
         self._inference = inference
         self._body = body
         self._id = f"cmpl-{call.request_id}"
         self._n = 1 if body.n is None else body.n
         self._best_of = max(body.best_of or 0, self._n)
+        self._echo_only = bool(body.echo) and body.max_tokens == 0
         self._check()
-        self._specs = list(self._make_specs(call.request_id))
+        self.specs = list(self._make_specs(call.request_id))
 
     def _check(self) -> None:
         body = self._body
@@ -49,12 +57,17 @@ class _Completion:
             raise invalid("best_of", f"{body.best_of} must be at least n, which is {self._n}")
         if body.stream and self._best_of > self._n:
             raise invalid("best_of", "doesn't go with stream; the best are known only at the end")
+        if self._echo_only and body.min_tokens:
+            raise invalid("min_tokens", f"{body.min_tokens} must be at most max_tokens, which is 0")
 
     def _make_specs(self, request_id: str) -> Iterator[pb.GenerateSpec]:
         body = self._body
         common = common_spec(body, request_id)
         common.n = self._best_of
         common.stop.max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        if self._echo_only:
+            # A request without an output there isn't: it makes one token, which nobody gets.
+            common.stop.max_tokens = 1
         if body.use_beam_search:
             common.beam_search.beam_width = self._best_of
             common.n = self._n
@@ -74,29 +87,39 @@ class _Completion:
             yield spec
 
     async def whole(self, caller: Caller) -> dict[str, Any]:
-        async with all_accepted(self._inference, self._body, self._specs, caller) as runs:
+        async with all_accepted(self._inference, self._body, self.specs, caller) as runs:
             choices = []
             for place, outputs in enumerate(await whole(runs)):
                 echo = await self._echo(runs[place])
                 for index, output in enumerate(self._best(outputs)):
-                    choices.append(self._choice(place, index, echo).piece(output))
-            return Envelope("text_completion", self._id, runs, self._body).around(*choices)
+                    choices.append(self._choice(place, index, echo).piece(self._given(output)))
+            return self._envelope(runs).around(*choices)
 
     async def chunks(self, caller: Caller) -> Chunks:
-        async with all_accepted(self._inference, self._body, self._specs, caller) as runs:
+        async with all_accepted(self._inference, self._body, self.specs, caller) as runs:
             yield None
-            envelope = Envelope("text_completion", self._id, runs, self._body)
+            envelope = self._envelope(runs)
             choices: dict[tuple[int, int], _Choice] = {}
             async with aclosing(merged(runs)) as deltas:
                 async for place, delta in deltas:
                     key = place, delta.index
                     if key not in choices:
                         choices[key] = self._choice(*key, await self._echo(runs[place]))
-                    piece = choices[key].piece(delta)
+                    piece = choices[key].piece(self._given(delta))
                     if _is_news(piece):
                         yield envelope.chunk(piece)
             for chunk in envelope.closing():
                 yield chunk
+
+    def _envelope(self, runs: Sequence[Running]) -> Envelope:
+        return Envelope("text_completion", self._id, runs, self._body, echo_only=self._echo_only)
+
+    def _given(self, delta: pb.OutputDelta) -> pb.OutputDelta:
+        """What the client gets of it."""
+        if not self._echo_only:
+            return delta
+        finish_reason = pb.FINISH_REASON_LENGTH if delta.finish_reason else pb.FINISH_REASON_UNSPECIFIED
+        return pb.OutputDelta(index=delta.index, finish_reason=finish_reason)
 
     def _choice(self, place: int, index: int, echo: "_Echo") -> "_Choice":
         shaped = self._body.logprobs is not None

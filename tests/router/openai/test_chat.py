@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from router.openai.chat import chat_of
+from router.openai.schemas import ChatInput
 from tests.router.fake_scheduler import LENGTH, STOP
 from tests.router.openai.conftest import EOS, Face, answer, ids, position
 
@@ -117,11 +119,21 @@ async def test_streamed_log_probabilities_come_with_their_tokens(face: Face) -> 
     assert [entry.top_logprobs for entry in content] == [[]] * len(tokens)
 
 
+def test_a_call_without_arguments_may_have_none() -> None:
+    call = {"function": {"name": "now", "arguments": ""}}
+    body = ChatInput.model_validate({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    assert chat_of(body).messages[0].tool_calls[0].arguments == "{}"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "nobody", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [*HI, {"role": "user"}]}, "messages[1].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),

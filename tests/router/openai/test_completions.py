@@ -166,6 +166,42 @@ async def test_echo_with_logprobs_begins_with_the_prompts(face: Face, stream: bo
     )
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_tokens_with_echo_are_the_prompt_alone(face: Face, stream: bool) -> None:
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    call = complete(face, "lazy dog", echo=True, max_tokens=0, n=2, stream=stream, **options)
+    submit = await face.scheduler.accept()
+    for index in range(2):
+        face.scheduler.send(submit, ids("fox")[:1], LENGTH, output_index=index)
+    answered = await call
+    parts = [chunk async for chunk in answered] if stream else [answered]
+
+    assert submit.max_tokens == 1
+    choices = [choice for part in parts for choice in part.choices]
+    assert [(choice.text, choice.finish_reason) for choice in choices] == [("lazy dog", "length")] * 2
+    assert (parts[-1].usage.completion_tokens, parts[-1].usage.total_tokens) == (0, len(ids("lazy dog")))
+
+
+async def test_the_prompt_alone_may_have_logprobs(face: Face) -> None:
+    prompt = ids("lazy dog")
+    call = complete(face, prompt, echo=True, max_tokens=0, logprobs=0)
+    submit = await face.scheduler.accept()
+    places = [position(token_id, -2) for token_id in prompt[1:]]
+    face.scheduler.send(submit, [EOS], STOP, logprobs=[position(EOS, -1)], prompt_logprobs=places)
+    (choice,) = (await call).choices
+
+    assert (choice.text, choice.finish_reason) == ("lazy dog", "length")
+    assert choice.logprobs.token_logprobs == [None, *[-2] * (len(prompt) - 1)]
+    assert len(choice.logprobs.tokens) == len(choice.logprobs.text_offset) == len(prompt)
+
+
+async def test_more_prompts_than_the_router_ever_runs_are_refused_for_good(start_face: Any) -> None:
+    face: Face = await start_face(max_concurrent_requests=2)
+    error = await face.refused(prompt=["fox"] * 3)
+    assert error["param"] == "prompt"
+    assert "3 at once, but the router's --max-concurrent-requests is 2" in error["message"]
+
+
 async def test_best_of_gives_the_likeliest_by_mean(face: Face) -> None:
     call = complete(face, best_of=3, n=2)
     submit = await face.scheduler.accept()
@@ -212,6 +248,7 @@ async def test_a_logged_request_is_named_by_its_path(
         ({"n": 0}, "n"),
         ({"logprobs": 21}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ["a"] * 129}, "prompt"),
         ({"suffix": "end"}, "suffix"),

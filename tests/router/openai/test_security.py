@@ -64,6 +64,17 @@ async def test_a_request_is_its_tenants(start_face: Any, keys_file: Path) -> Non
     assert (submit.tenant, submit.max_tenant_requests) == ("acme", 3)
 
 
+async def test_more_prompts_than_a_key_may_ever_run_are_refused_for_good(
+    start_face: Any, keys_file: Path
+) -> None:
+    face: Face = await start_face(api_keys_file=keys_file)
+    body = {"prompt": ["fox"] * 4}
+    refused = await face.http.post("/v1/completions", json=body, headers=bearer(KEY))
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "prompt")
+    assert "4 at once, but max_concurrent_requests of this key is 3" in error["message"]
+
+
 async def test_new_connections_get_the_new_certificate(start_face: Any, tmp_path: Path) -> None:
     ca = Authority(tmp_path)
     pair = ca.issue("router")
