@@ -71,7 +71,7 @@ async def _serve(
                 await wait_until_ready({spec.name: spec.metrics_address for spec in specs}, report)
                 supervisor.starting = False
                 display.close()
-                display.say(_welcome(config, name, addresses, specs, time.monotonic() - began))
+                display.say(welcome_text(config, name, addresses, specs, time.monotonic() - began))
 
             async def farewell() -> None:
                 await stop.first.wait()
@@ -118,13 +118,14 @@ def _model_name(config: ServeConfig, model: Path) -> str:
     return model.stem if model.is_file() else model.name
 
 
-def _welcome(
+def welcome_text(
     config: ServeConfig,
     name: str,
     addresses: Mapping[str, str],
     specs: Sequence[ChildSpec],
     seconds: float,
 ) -> str:
+    """What is printed once all processes are ready, which took so many seconds: where, and how to ask."""
     listen = addresses["listen-address"]
     python = (
         os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
@@ -133,6 +134,8 @@ def _welcome(
     gateway = addresses.get("gateway-address")
     to = "" if listen == ServeConfig.listen_address else f" --address {dialable(listen)}"
     scheme, tls = ("https", " --tls-ca-file CA.pem") if config.tls_cert_file else ("http", "")
+    if config.tls_client_ca_file:
+        tls += " --tls-cert-file CERT.pem --tls-key-file KEY.pem"
     key = "PAGODA_CHAT_API_KEY=KEY " if config.api_keys_file else ""
     return "\n".join(
         [
