@@ -82,6 +82,12 @@ def test_tools_are_functions_with_a_schema() -> None:
             "tools[0].parameters",
             "must be a JSON object",
         ),
+        (
+            chat(tools=[Tool(name="f", parameters=r'{"a": [{"b": "\ud800"}]}')]),
+            "tools[0].parameters.a[0].b",
+            "half of a surrogate pair",
+        ),
+        (chat(template_arguments=r'{"\udfff": 1}'), r"template_arguments.\udfff", "half of a surrogate pair"),
         (called(name="f g"), "messages[1].tool_calls[0].name", "'f g' must be 1 to 64"),
         (called(arguments=""), "messages[1].tool_calls[0].arguments", "'' must be a JSON object"),
         (called(arguments='"{}"'), "messages[1].tool_calls[0].arguments", "must be a JSON object"),
