@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from common.tls import ClientTls, ServerTls
+from common.tls import ClientTls, ServerTls, target_name
 
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 MIN_PING_INTERVAL_MS: Final = 5_000
@@ -152,11 +152,14 @@ def channel(address: str, tls: ClientTls | None = None) -> grpc.Channel:
     return grpc.secure_channel(address, tls.credentials(), options=[*CHANNEL_OPTIONS, *tls.options])
 
 
-def aio_channel(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel:
-    """The same, for asyncio."""
+def aio_channel(
+    address: str, tls: ClientTls | None = None, server_name: str | None = None
+) -> grpc.aio.Channel:
+    """The same, for asyncio. `server_name` is whose certificate is expected, if `tls` doesn't say."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(address, tls.credentials(), options=[*CHANNEL_OPTIONS, *tls.options])
+    options = tls.options or target_name(server_name)
+    return grpc.aio.secure_channel(address, tls.credentials(), options=[*CHANNEL_OPTIONS, *options])
 
 
 def add_health(server: grpc.Server) -> health.HealthServicer:

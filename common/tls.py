@@ -122,6 +122,11 @@ def _configuration(identity: _Identity) -> Any:
     return grpc.ssl_server_certificate_configuration(pairs, identity.ca or None)
 
 
+def target_name(server_name: str | None) -> list[tuple[str, str]]:
+    """Options of a gRPC channel whose server's certificate has this name; None: the host of the address."""
+    return [("grpc.ssl_target_name_override", server_name)] if server_name else []
+
+
 class ClientTls:
     """Whom a client trusts, and how it proves who it is."""
 
@@ -131,7 +136,7 @@ class ClientTls:
         """Raises ConfigError as `client_tls` does."""
         self._files = _Files(prefix, certificate, key, f"--{prefix}-ca-file", ca)
         # Of gRPC channels.
-        self.options = [("grpc.ssl_target_name_override", server_name)] if server_name else []
+        self.options = target_name(server_name)
 
     def credentials(self) -> grpc.ChannelCredentials:
         """For a new channel; one that lives on keeps its own."""

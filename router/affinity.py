@@ -20,12 +20,17 @@ FIRST_BLOCKS: Final = 4
 BOUND: Final = 1.25
 SLACK_TOKENS: Final = 2048
 MAX_REMEMBERED: Final = 1 << 17
+# Of one prompt. What comes after so many tells little more, and takes milliseconds to hash.
+MAX_BLOCKS: Final = 2048
 
 
 def block_hashes(token_ids: Sequence[int], salt: str) -> list[bytes]:
-    """Of each full block and all that comes before it; `salt` keeps those apart who share no blocks."""
+    """Of each of the first full blocks and all that comes before it.
+
+    `salt` keeps those apart who share no blocks.
+    """
     previous, hashes = salt.encode(), []
-    numbers = array("I", token_ids)
+    numbers = array("I", token_ids[: MAX_BLOCKS * BLOCK_TOKENS])
     for start in range(0, len(numbers) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         block = numbers[start : start + BLOCK_TOKENS].tobytes()
         previous = hashlib.blake2b(previous + block, digest_size=8).digest()

@@ -12,7 +12,9 @@ class RouterConfig:
     """Takes requests as text, hands them to schedulers as tokens, and streams text back."""
 
     model: str = option("Hugging Face model folder; only its tokenizer, chat template and eos ids are read")
-    scheduler_addresses: tuple[str, ...] = option("One scheduler per replica, HOST:PORT or unix:PATH")
+    scheduler_addresses: tuple[str, ...] = option(
+        "One scheduler per replica, HOST:PORT or unix:PATH; dns:HOST:PORT is one per address of the name"
+    )
     served_model_name: str | None = option(
         "Model name that clients give; by default the folder's name", default=None
     )

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -11,9 +12,10 @@ from pagoda.scheduler.v1.scheduler_pb2 import RequestKey, RequestRefused, Sequen
 from pagoda.v1.inference_pb2 import PriorOutput, PromptLogprobs
 from pagoda.v1.sampling_pb2 import PositionLogprobs
 from router import metrics
+from router.affinity import block_hashes
 from router.auth import Tenant
 from router.errors import RETRYABLE, RequestError, from_refusal, unavailable
-from router.replicas import Replicas, choose
+from router.replicas import Replicas
 from router.scheduler_link import Connection, Key
 from router.validation import Request
 
@@ -216,12 +218,18 @@ class Generation:
         self._connection, self._key = connection, (self._request.request_id, attempt)
         connection.submit(self._message(attempt), self)
 
+    @cached_property
+    def _hashes(self) -> Sequence[bytes]:
+        """Of the prompt, for `Replicas.choose`; apart from those who share no blocks with it."""
+        salt = f"{self._tenant.id}\0{self._request.cache_salt}"
+        return block_hashes(self._request.prompt_token_ids, salt)
+
     async def _find(self) -> Connection:
         while True:
             candidates = [c for c in self._replicas.available if c not in self._refusers]
             same_model = [c for c in candidates if self.model_revision in ("", c.welcome.model_revision)]
             if same_model:
-                return choose(same_model)
+                return self._replicas.choose(same_model, lambda: self._hashes)
             if candidates:
                 served = candidates[0].welcome.model_revision
                 raise RequestError(

@@ -30,6 +30,11 @@ REQUEST_DURATION: Final = Histogram(
 RECONNECTS: Final = Counter("pagoda_router_scheduler_reconnects", "Attempts to connect anew", ["scheduler"])
 RETRIES: Final = Counter("pagoda_router_retries", "Requests tried on another scheduler after a refusal")
 RESUBMITS: Final = Counter("pagoda_router_resubmits", "Requests submitted anew after a lost scheduler")
+REPLICAS: Final = Gauge(
+    "pagoda_router_replicas",
+    "Schedulers: known by --scheduler-addresses or DNS, up with a stream, available for new requests",
+    ["state"],
+)
 SCHEDULER_UP: Final = Gauge("pagoda_router_scheduler_up", "1 while its stream is up", ["scheduler"])
 TENANT_REQUESTS: Final = Counter(
     "pagoda_router_tenant_requests", "Requests that ended, by API key", ["tenant"]

@@ -25,6 +25,7 @@ from pagoda.scheduler.v1.scheduler_pb2 import (
 )
 from pagoda.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from router import metrics
+from router.discovery import Endpoint
 
 if TYPE_CHECKING:
     from pagoda.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
@@ -62,11 +63,13 @@ class Connection:
     """One stream, from its Hello to its end.
 
     Attributes:
+        address: The scheduler's.
         welcome: What the scheduler serves; empty before it came.
         draining: The scheduler takes nothing new.
     """
 
-    def __init__(self, hello: Hello) -> None:
+    def __init__(self, hello: Hello, address: str = "") -> None:
+        self.address = address
         self.welcome = Welcome()
         self.draining = False
         self._lost = False
@@ -86,6 +89,11 @@ class Connection:
     def outstanding_tokens(self) -> int:
         """Tokens still to compute: as last reported, and what was submitted since."""
         return self._load.outstanding_tokens + self._unreported_tokens
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs there for this router."""
+        return not self._live
 
     def submit(self, submit: Submit, sink: Sink) -> None:
         """Sends a request; its key must be new."""
@@ -180,26 +188,35 @@ class SchedulerLink:
     """
 
     def __init__(
-        self, address: str, tls: ClientTls | None, router_id: str, on_change: Callable[[], None]
+        self, endpoint: Endpoint, tls: ClientTls | None, router_id: str, on_change: Callable[[], None]
     ) -> None:
         """`run` connects; `on_change` is called when the connection comes, drains or goes."""
         self.connection: Connection | None = None
-        self._address = address
+        self._address = endpoint.address
+        self._server_name = endpoint.server_name
         self._tls = tls
         self._hello = Hello(protocol_version=PROTOCOL_VERSION, router_id=router_id)
         self._on_change = on_change
         self._backoff_s = BACKOFF_MIN_S
         self._problem = ""
-        metrics.SCHEDULER_UP.labels(address).set(0)
+        metrics.SCHEDULER_UP.labels(self._address).set(0)
         # A counter that is there from the start: else its first event would be no increase.
-        metrics.RECONNECTS.labels(address)
+        metrics.RECONNECTS.labels(self._address)
 
     async def run(self) -> None:
         """Connects, and reconnects with backoff, until cancelled."""
+        try:
+            await self._keep_connected()
+        finally:
+            # Addresses come and go; what is measured of them must not pile up.
+            for metric in (metrics.SCHEDULER_UP, metrics.RECONNECTS):
+                metric.remove(self._address)
+
+    async def _keep_connected(self) -> None:
         while True:
             try:
                 # A channel for each stream: a certificate may have been renewed since the last one.
-                async with aio_channel(self._address, self._tls) as channel:
+                async with aio_channel(self._address, self._tls, self._server_name) as channel:
                     await self._serve(SchedulerServiceStub(channel))
                 problem = "it closed the stream"
             except grpc.aio.AioRpcError as error:
@@ -218,7 +235,7 @@ class SchedulerLink:
             metrics.RECONNECTS.labels(self._address).inc()
 
     async def _serve(self, stub: "SchedulerServiceAsyncStub") -> None:
-        connection = Connection(self._hello)
+        connection = Connection(self._hello, self._address)
         call = stub.Serve(connection.outgoing())
         try:
             async for response in call:

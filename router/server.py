@@ -22,6 +22,7 @@ from router.auth import Authenticator
 from router.block_map import serve_block_map
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig
+from router.discovery import PREFIX, Discovery
 from router.inference import Inference
 from router.prompt import PromptEncoder
 from router.replicas import Replicas
@@ -70,7 +71,8 @@ class Router:
         self.probes = Probes()
         self._config = config
         self._draining = False
-        self.replicas = Replicas(config.scheduler_addresses, self._update_health, self.scheduler_tls)
+        discovery = Discovery(config.scheduler_addresses)
+        self.replicas = Replicas(discovery, self._update_health, self.scheduler_tls)
         self.inference = Inference(
             config,
             config.served_model_name or folder.resolve().name,
@@ -215,7 +217,10 @@ def _check_addresses(config: RouterConfig, tls: ServerTls | None, scheduler_tls:
         raise AddressError("--scheduler-addresses: give at least one")
     missing = "" if scheduler_tls else "--scheduler-tls-ca-file"
     for address in config.scheduler_addresses:
-        rpc.check_exposure("--scheduler-addresses", address, missing, config.insecure)
+        named = address.removeprefix(PREFIX)
+        rpc.check_exposure("--scheduler-addresses", named, missing, config.insecure)
+        if named != address and named.startswith("unix:"):
+            raise AddressError(f"--scheduler-addresses {address}: after {PREFIX} comes HOST:PORT")
     if tls is None:
         missing = "--tls-cert-file and --tls-key-file"
     elif config.api_keys_file is None and not tls.requires_clients:

@@ -42,7 +42,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, self._server)
         port = bind(self._server, address, tls)
-        self.address = address if address.startswith("unix:") else f"127.0.0.1:{port}"
+        self.address = address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
         await self._server.start()
 
     async def stop(self) -> None:

@@ -7,6 +7,7 @@ from common.model_files import ModelFiles
 from common.tokenizer import Tokenizer
 from pagoda.scheduler.v1.scheduler_pb2 import SequenceOutput
 from pagoda.v1.sampling_pb2 import PositionLogprobs, SamplingParams, TokenLogprob
+from router.discovery import Discovery
 from router.generation import Generation
 from router.output import Output
 from router.replicas import Replicas
@@ -81,7 +82,7 @@ def test_prior_tokens_are_among_the_first(tokenizer: Tokenizer) -> None:
 
 
 async def test_what_nobody_took_yet_is_merged_into_one() -> None:
-    generation = Generation(request(), Replicas([]), reconnect_timeout=0)
+    generation = Generation(request(), Replicas(Discovery([])), reconnect_timeout=0)
     for token_ids, finish in (([5], 0), ([6, 7], 0), ([1], STOP)):
         generation.on_output(arrived(token_ids, finish))
     assert await generation.take() == [arrived([5, 6, 7, 1], STOP)]

@@ -7,8 +7,9 @@ from common.tls import client_tls, server_tls
 from common.version import PROTOCOL_VERSION
 from pagoda.scheduler.v1 import scheduler_pb2 as pb
 from router import metrics
+from router.discovery import Discovery
 from router.errors import RequestError
-from router.replicas import Replicas, choose
+from router.replicas import Replicas
 from router.scheduler_link import Connection
 from tests.authority import Authority
 from tests.router.fake_scheduler import FakeScheduler
@@ -98,13 +99,6 @@ def test_outstanding_tokens_are_those_reported_and_those_submitted_since(connect
     assert connection.outstanding_tokens == 5
 
 
-async def test_the_least_loaded_is_chosen() -> None:
-    connections = [Connection(pb.Hello()) for _ in range(3)]
-    for connection, tokens in zip(connections, (9, 4, 6), strict=True):
-        connection.dispatch(pb.ServeResponse(welcome=pb.Welcome(load=pb.Load(outstanding_tokens=tokens))))
-    assert choose(connections) is connections[1]
-
-
 async def connect(replicas: Replicas) -> None:
     while not replicas.connected:
         await replicas.wait_change()
@@ -113,7 +107,7 @@ async def connect(replicas: Replicas) -> None:
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
 async def test_versions_one_apart_are_fine(fake: FakeScheduler, version: int) -> None:
     fake.welcome.protocol_version = version
-    replicas = Replicas([fake.address])
+    replicas = Replicas(Discovery([fake.address]))
     replicas.start()
     await connect(replicas)
     assert replicas.welcome == fake.welcome
@@ -125,7 +119,7 @@ async def test_versions_further_apart_are_named(
     fake: FakeScheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake.welcome.protocol_version = PROTOCOL_VERSION + 2
-    replicas = Replicas([fake.address])
+    replicas = Replicas(Discovery([fake.address]))
     replicas.start()
     for _ in range(2):
         await fake.hellos.get()
@@ -141,7 +135,7 @@ async def test_connects_again_to_a_scheduler_that_comes_back(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     address = f"unix:{tmp_path_factory.mktemp('s')}/x.sock"
-    replicas = Replicas([address])
+    replicas = Replicas(Discovery([address]))
     replicas.start()
     up = metrics.SCHEDULER_UP.labels(address)._value
     assert up.get() == 0
@@ -178,7 +172,7 @@ async def test_a_sink_that_fails_breaks_the_stream_and_not_the_link(fake: FakeSc
         def on_accepted(self) -> None:
             raise ZeroDivisionError
 
-    replicas = Replicas([fake.address])
+    replicas = Replicas(Discovery([fake.address]))
     replicas.start()
     await connect(replicas)
     await fake.hellos.get()
@@ -195,7 +189,7 @@ async def test_a_certificate_that_is_renewed_opens_the_way(tmp_path: Path) -> No
     fake = FakeScheduler()
     await fake.start(tls=server_tls(*ca.issue("scheduler"), ca.file))
     stranger = Authority(tmp_path, "stranger").issue("router")
-    replicas = Replicas([fake.address], tls=client_tls("scheduler-tls", ca.file, *stranger))
+    replicas = Replicas(Discovery([fake.address]), tls=client_tls("scheduler-tls", ca.file, *stranger))
     attempts = metrics.RECONNECTS.labels(fake.address)._value
     replicas.start()
     while attempts.get() < 2:
@@ -210,12 +204,12 @@ async def test_a_certificate_that_is_renewed_opens_the_way(tmp_path: Path) -> No
 
 
 async def test_attempt_numbers_never_repeat() -> None:
-    replicas = Replicas(["127.0.0.1:1"])
+    replicas = Replicas(Discovery(["127.0.0.1:1"]))
     assert len({replicas.next_attempt() for _ in range(50)}) == 50
 
 
 async def test_close_wakes_those_who_wait() -> None:
-    replicas = Replicas(["127.0.0.1:1"])
+    replicas = Replicas(Discovery(["127.0.0.1:1"]))
     replicas.start()
     waiter = asyncio.create_task(replicas.wait_change())
     await asyncio.sleep(0)
