@@ -25,6 +25,8 @@ class InstantStream:
         self.answered = 0
         self.busy_s = 0.0
         self.sampled = 0
+        # Tokens, over all steps.
+        self.computed = 0
         # By the reader of the outputs, once per step, so that steps never merge.
         self.may_answer = asyncio.Semaphore(1)
         self._commands: asyncio.Queue[ExecuteRequest] = asyncio.Queue()
@@ -53,6 +55,7 @@ class InstantStream:
             self._uncomputed[join.slot] = len(join.token_ids) - join.computed_length
         response = ExecuteResponse(epoch=command.epoch, step=command.step)
         for scheduled in command.scheduled:
+            self.computed += scheduled.num_tokens
             self._uncomputed[scheduled.slot] -= scheduled.num_tokens
             if not self._uncomputed[scheduled.slot]:
                 self._uncomputed[scheduled.slot] = 1

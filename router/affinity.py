@@ -18,7 +18,7 @@ BLOCK_TOKENS: Final = 16
 FIRST_BLOCKS: Final = 4
 # Of the mean load; and tokens that are nobody's overload.
 BOUND: Final = 1.25
-SLACK_TOKENS: Final = 2048
+SLACK_TOKENS: Final = 512
 MAX_REMEMBERED: Final = 1 << 17
 # Of one prompt. What comes after so many tells little more, and takes milliseconds to hash.
 MAX_BLOCKS: Final = 2048

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import kv_waste, scheduler, simulate
+from benchmarks import kv_waste, replicas, scheduler, simulate
 
 Capture = pytest.CaptureFixture[str]
 
@@ -119,3 +119,12 @@ def test_what_cannot_run_says_why_in_one_line(
 
     assert ended.value.code == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_several_replicas_find_nearly_what_one_finds_and_share_the_work(capsys: Capture) -> None:
+    replicas.main(["--requests=800", "--concurrency=64"])
+
+    one, four = lines(capsys)
+    assert (one["replicas"], four["replicas"]) == (1, 4)
+    assert four["of_one_replica"] >= 0.9
+    assert four["imbalance"] <= 1.5

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 import pytest
@@ -22,10 +23,8 @@ async def client(start_router: StartRouter) -> Client:
     return await start_router([FakeScheduler() for _ in range(4)])
 
 
-def generate(
-    client: Client, token_ids: Sequence[int], **fields: object
-) -> asyncio.Future[pb.GenerateResponse]:
-    spec = pb.GenerateSpec(token_ids=pb.TokenIds(ids=token_ids), **fields)  # type: ignore[arg-type]
+def generate(client: Client, token_ids: Sequence[int], **fields: Any) -> Any:
+    spec = pb.GenerateSpec(token_ids=pb.TokenIds(ids=token_ids), **fields)
     return asyncio.ensure_future(client.stub.Generate(pb.GenerateRequest(spec=spec)))
 
 
@@ -39,7 +38,7 @@ async def taker(client: Client) -> tuple[FakeScheduler, scheduler_pb2.Submit]:
     return waits[task], task.result()
 
 
-async def answered_by(client: Client, token_ids: Sequence[int], **fields: object) -> FakeScheduler:
+async def answered_by(client: Client, token_ids: Sequence[int], **fields: Any) -> FakeScheduler:
     call = generate(client, token_ids, **fields)
     fake, submit = await taker(client)
     fake.send(submit, [1], STOP)
