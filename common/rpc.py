@@ -14,6 +14,12 @@ from common.tls import ClientTls, ServerTls, target_name
 
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 MIN_PING_INTERVAL_MS: Final = 5_000
+# A peer that is gone without a word is noticed 40 s after the last one at most. gRPC's own
+# timeout of keepalive doesn't end a connection before that of pings, which is a minute by default.
+_KEEPALIVE: Final[list[tuple[str, Any]]] = [
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+]
 HEALTH_SERVICE_NAME: Final[str] = health.SERVICE_NAME
 
 SERVER_OPTIONS: Final[list[tuple[str, Any]]] = [
@@ -21,8 +27,7 @@ SERVER_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Else a second server binds the same port without a word, and gets half of the calls.
     ("grpc.so_reuseport", 0),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    *_KEEPALIVE,
     ("grpc.keepalive_permit_without_calls", 1),
     # A peer that pings more often, three times over, is cut off with `too_many_pings`. By default gRPC bears
     # a ping every 5 minutes where no data flows, so idle streams would end.
@@ -32,8 +37,7 @@ SERVER_OPTIONS: Final[list[tuple[str, Any]]] = [
 CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    *_KEEPALIVE,
     # By default a client stops after two pings without data, and would never see that an idle peer is gone.
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),

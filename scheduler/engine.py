@@ -27,7 +27,7 @@ from scheduler.outbox import Outbox
 from scheduler.preparations import Preparations
 from scheduler.request import Request, Sequence, State
 from scheduler.request_trace import RequestTrace
-from scheduler.scheduler import Limits, Scheduler, SequenceResult, blame
+from scheduler.scheduler import Limits, Scheduler, SequenceResult
 from scheduler.shard_client import ConfigurationError, ShardClient, ShardError, StepStream
 from scheduler.step_plan import StepPlan
 
@@ -467,7 +467,7 @@ class Engine:
         for request in self._requests.values():
             if request.trace:
                 request.trace.event("shard_lost")
-        for request in blame([plan for plan, _ in epoch.in_flight]):
+        for request in self.scheduler.suspects.blame([plan for plan, _ in epoch.in_flight]):
             message = f"the step of this request failed {request.failed_steps} times, the last time alone"
             self._fail(request, RefusedError(grpc.StatusCode.INTERNAL, message))
         for request in self._requests.values():

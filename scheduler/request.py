@@ -145,6 +145,8 @@ class Request:
     failed_steps: int = 0
     # Waits for the shard to know its constraint; others pass it meanwhile.
     preparing: bool = False
+    # Since the last of them, if it is suspected: steps that went well.
+    steps_alone: int = 0
     # Slots set aside for it while any of its sequences runs.
     claim: int = 0
     # Tokens of the prompt; outputs come after them.

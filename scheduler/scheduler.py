@@ -23,10 +23,9 @@ from scheduler.beam_search import Candidate
 from scheduler.block_manager import BlockManager
 from scheduler.request import Request, Sequence, State
 from scheduler.step_plan import StepPlan, build_command, fork_command
+from scheduler.suspects import Suspects
 from scheduler.totals import Totals
 
-# A request that was in this many failed steps runs alone from then on; one more ends it.
-SUSPECT_AFTER_FAILED_STEPS: Final = 3
 # Of prompts, that one step returns at most: about 4 MiB on the wire.
 MAX_STEP_LOGPROBS: Final = 2**18
 
@@ -82,6 +81,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         # For the first time, since the last plan.
         self._admitted: list[Request] = []
+        self.suspects = Suspects()
         self._clear_shard_state()
 
     def _clear_shard_state(self) -> None:
@@ -115,6 +115,7 @@ class Scheduler:
         request = sequence.request
         if request.finished:
             self._set_claim(request, 0)
+            self.suspects.discard(request)
         elif request.claim and not request.beams:
             self._set_claim(request, request.claim - 1)
         if request.forking and len(request.forking) == request.demand:
@@ -226,11 +227,9 @@ class Scheduler:
         Nobody passes one that may not join, unless its constraint isn't prepared. `prefills` grows with what
         was yielded.
         """
-        while head := next((s for s in self.waiting if not s.request.preparing), None):
+        while head := self._next_to_admit():
             group = self._group(head)
             if any(s.num_pending for s in group) or not self._has_slots(head.request):
-                return
-            if self.running and any(_suspect(s.request) for s in (head, self.running[0])):
                 return
             still_to_come = sum(self._blocks_missing(s) for s in prefills)
             alone = all(sequence.request is head.request for sequence in self.running)
@@ -254,6 +253,15 @@ class Scheduler:
                 _remove(self.waiting, sequence)
                 self._run(sequence)
             yield group
+
+    def _next_to_admit(self) -> Sequence | None:
+        """The head of the queue; while there are suspects the first of them, once nobody else runs."""
+        ready = (s for s in self.waiting if not s.request.preparing)
+        if not self.suspects:
+            return next(ready, None)
+        head = next((s for s in ready if s.request in self.suspects), None)
+        others_run = head and self.running and self.running[0].request is not head.request
+        return None if others_run else head
 
     def _group(self, head: Sequence) -> list[Sequence]:
         """What has to be admitted with the head of the queue: with a swapped-out one, its whole request."""
@@ -360,7 +368,14 @@ class Scheduler:
         for request in searching:
             if all(sequence.candidates is not None for sequence in request.sequences):
                 results += self._advance_beams(request)
+        if self.suspects and plan.sampling:
+            self._take_success(plan.sampling[0].request)
         return results
+
+    def _take_success(self, request: Request) -> None:
+        """Of a request that runs alone, if it is suspected. Once it is cleared, it's the next one's turn."""
+        if request in self.suspects and self.suspects.succeeded(request) and self.suspects:
+            self._preempt(request)
 
     def _take_token(self, sequence: Sequence, sampled: Sampled) -> SequenceResult:
         sequence.token_ids.append(sampled.token_id)
@@ -478,15 +493,3 @@ def rank_of(sequence: Sequence) -> tuple[int, float, int, int]:
 
 def _remove(queue: list[Sequence], sequence: Sequence) -> None:
     del queue[bisect_left(queue, rank_of(sequence), key=rank_of)]
-
-
-def _suspect(request: Request) -> bool:
-    return request.failed_steps >= SUSPECT_AFTER_FAILED_STEPS
-
-
-def blame(plans: Iterable[StepPlan]) -> list[Request]:
-    """Counts a failed step against every request that was in it; returns those that failed alone too."""
-    requests = {sequence.request for plan in plans for sequence, _ in plan.scheduled}
-    for request in requests:
-        request.failed_steps += 1
-    return [request for request in requests if request.failed_steps > SUSPECT_AFTER_FAILED_STEPS]

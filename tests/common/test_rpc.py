@@ -13,6 +13,7 @@ import pytest
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks.tcp_proxy import TcpProxy
 from common.rpc import (
     CHANNEL_OPTIONS,
     SERVER_OPTIONS,
@@ -57,9 +58,10 @@ def test_our_clients_ping_no_more_often_than_our_servers_bear() -> None:
 
 
 def hastened(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """The same, with keepalive and pings a hundred times as often."""
+    """The same, with keepalive and pings a hundred times as often, and a tenth of the time for an answer."""
+    divisors = {"keepalive_time_ms": 100, "ping_interval": 100, "ping_timeout": 10}
     return [
-        (name, value // 100 if "keepalive_time_ms" in name or "ping_interval" in name else value)
+        (name, value // next((divisors[part] for part in divisors if part in name), 1))
         for name, value in options
     ]
 
@@ -83,6 +85,41 @@ async def test_an_idle_stream_stays_open_through_pings(tmp_path: Path) -> None:
 
         await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         assert (await reading).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.mark.parametrize("end", ["client", "server"])
+async def test_a_peer_that_is_gone_without_a_word_is_noticed(end: str) -> None:
+    """By whichever end it is that pings; the other one's pings are not hastened, and would take 40 s."""
+    server = grpc.aio.server(options=hastened(SERVER_OPTIONS) if end == "server" else SERVER_OPTIONS)
+    ended = asyncio.Event()
+
+    async def watch(request: bytes, context: Any) -> None:
+        await context.write(b"")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    handler = grpc.method_handlers_generic_handler("t", {"w": grpc.unary_stream_rpc_method_handler(watch)})
+    server.add_generic_rpc_handlers((handler,))
+    proxy = TcpProxy(f"127.0.0.1:{bind(server, '127.0.0.1:0')}")
+    await proxy.start()
+    await server.start()
+    options = hastened(CHANNEL_OPTIONS) if end == "client" else CHANNEL_OPTIONS
+    async with AsyncExitStack() as stack, asyncio.timeout(20):
+        stack.push_async_callback(server.stop, 0)
+        stack.push_async_callback(proxy.close)
+        channel = grpc.aio.insecure_channel(proxy.address, options=options)
+        await stack.enter_async_context(channel)
+        call = channel.unary_stream("/t/w", None, None)(b"")
+        await call.read()
+
+        proxy.swallow()
+
+        if end == "server":
+            await ended.wait()
+        else:
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_watch_ends_before_its_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

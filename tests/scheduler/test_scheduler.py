@@ -5,7 +5,6 @@ import pytest
 from pagoda.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from scheduler.invariants import check
 from scheduler.request import State
-from scheduler.scheduler import SUSPECT_AFTER_FAILED_STEPS, blame
 from tests.scheduler.fake_shard import expected_output
 from tests.scheduler.harness import Harness, limits, submit
 
@@ -194,23 +193,6 @@ def test_a_lost_shard_costs_a_recompute_and_no_token() -> None:
 
     for name in "abc":
         assert harness.outputs[name] == expected_output([ord(name)] * 5, 12)
-
-
-def test_a_request_in_three_failed_steps_runs_alone_and_then_fails() -> None:
-    harness = Harness(limits())
-    for name in "ab":
-        harness.add(submit(name, [ord(name)] * 5, 12))
-    for _ in range(SUSPECT_AFTER_FAILED_STEPS):
-        plan = harness.send()
-        assert plan
-        assert len(plan.scheduled) == 2
-        assert blame([plan]) == []
-        harness.fail()
-
-    plan = harness.send()
-    assert plan
-    assert [sequence.request.key[0] for sequence, _ in plan.scheduled] == ["a"]
-    assert blame([plan]) == [harness.requests["a"]]
 
 
 def test_max_num_seqs_bounds_what_runs() -> None:

@@ -1,0 +1,296 @@
+"""What clients notice of faults: real processes, killed, hung, cut off from each other, out of memory.
+
+Each fault strikes while `--requests` streams run, half of them greedy and half sampled with a seed, in
+float32. `lost` are those that didn't end well, `changed` those whose tokens aren't an undisturbed run's;
+both are to be 0. `recovery_s` is the longest pause between two tokens of any stream. Clients resume, as
+docs/clients.md says, when their router is lost.
+"""
+
+import asyncio
+import json
+import random
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+import grpc
+
+from benchmarks.cluster import Cluster, Layout, Replica, until
+from benchmarks.command import BareParser, failing_in_one_line, positive_int
+from benchmarks.faulty_shard import POISON, TOO_LARGE
+from benchmarks.random_model import SHAPES, random_model
+from benchmarks.resuming_client import Clients, ResumingStream
+from benchmarks.tcp_proxy import TcpProxy
+from pagoda.v1 import inference_pb2 as pb
+from pagoda.v1.sampling_pb2 import SamplingParams
+
+# Beside what gRPC's keepalive takes to see that nobody is there: 30 s, and 10 s for an answer.
+HALF_OPEN_WITHIN_S: Final = 60.0
+HANG_S: Final = 35.0
+QUICK_HANG_S: Final = 1.0
+STEP_TIMEOUT_S: Final = 20.0
+QUICK_STEP_TIMEOUT_S: Final = 1.5
+_STRUCK_AFTER: Final = 10
+_PROMPT_TOKENS: Final = 40
+_LOSSES: Final = "pagoda_scheduler_shard_losses_total"
+_RECONNECTS: Final = "pagoda_router_scheduler_reconnects_total"
+
+
+class Run:
+    """A cluster while a fault is on, and its clients.
+
+    Attributes:
+        hang_s: How long something hung is borne.
+        extra: Streams that belong to the fault, by how they are to end.
+    """
+
+    def __init__(self, cluster: Cluster, clients: Clients, hang_s: float) -> None:
+        self.cluster = cluster
+        self.replica: Replica = cluster.replicas[0]
+        self.hang_s = hang_s
+        self.extra: dict[ResumingStream, grpc.StatusCode] = {}
+        self._clients = clients
+
+    def submit(self, prompt: Sequence[int], code: grpc.StatusCode) -> ResumingStream:
+        """A request of the fault's own."""
+        stream = self._clients.stream(request(prompt, 20, None))
+        self.extra[stream] = code
+        return stream
+
+    def losses(self) -> float:
+        """How often the scheduler lost its shard."""
+        return self.replica.scheduler.metric(_LOSSES)
+
+
+Fault = Callable[[Run], Awaitable[None]]
+
+
+async def shard_killed(run: Run) -> None:
+    run.replica.shards[-1].send(signal.SIGKILL)
+
+
+async def scheduler_killed(run: Run) -> None:
+    run.replica.scheduler.send(signal.SIGKILL)
+
+
+async def router_killed(run: Run) -> None:
+    run.cluster.routers[0].send(signal.SIGKILL)
+
+
+async def shard_hung_for_a_while(run: Run) -> None:
+    before = run.losses()
+    run.replica.shards[0].send(signal.SIGSTOP)
+    await until(lambda: run.losses() > before, "the hung shard was not noticed")
+    run.replica.shards[0].send(signal.SIGCONT)
+
+
+async def shard_hung_for_good(run: Run) -> None:
+    """As a supervisor does that finds its liveness probe unanswered."""
+    run.replica.shards[0].send(signal.SIGSTOP)
+    await asyncio.sleep(run.hang_s)
+    run.replica.shards[0].send(signal.SIGKILL)
+
+
+async def scheduler_hung_for_good(run: Run) -> None:
+    run.replica.scheduler.send(signal.SIGSTOP)
+    await asyncio.sleep(run.hang_s)
+    run.replica.scheduler.send(signal.SIGKILL)
+
+
+async def router_connection_dropped(run: Run) -> None:
+    run.replica.scheduler_link.drop()
+
+
+async def shard_connection_dropped(run: Run) -> None:
+    run.replica.shard_links[0].drop()
+
+
+async def router_connection_half_open(run: Run) -> None:
+    def reconnects() -> float:
+        return sum(router.metric(_RECONNECTS) for router in run.cluster.routers)
+
+    before, routers = reconnects(), len(run.cluster.routers)
+    await _half_open(run.replica.scheduler_link, lambda: reconnects() >= before + routers)
+
+
+async def shard_connection_half_open(run: Run) -> None:
+    before = run.losses()
+    await _half_open(run.replica.shard_links[0], lambda: run.losses() > before)
+
+
+async def _half_open(link: TcpProxy, noticed: Callable[[], bool]) -> None:
+    link.swallow()
+    try:
+        await until(noticed, "the half-open connection was not noticed", HALF_OPEN_WITHIN_S)
+    finally:
+        link.heal()
+
+
+async def slow_network(run: Run) -> None:
+    links = [run.replica.scheduler_link, *run.replica.shard_links]
+    for link in links:
+        link.delay_s = 0.05
+    await asyncio.sleep(run.hang_s)
+    for link in links:
+        link.heal()
+
+
+async def tiny_windows(run: Run) -> None:
+    """A thousandth of what TCP passes at once, on new connections."""
+    links = [run.replica.scheduler_link, *run.replica.shard_links]
+    for link in links:
+        link.window_bytes = 64
+        link.drop()
+    await asyncio.sleep(run.hang_s)
+    for link in links:
+        link.heal()
+
+
+async def out_of_memory(run: Run) -> None:
+    await run.submit(TOO_LARGE, grpc.StatusCode.OK).task
+
+
+async def poisonous_request(run: Run) -> None:
+    await run.submit(POISON, grpc.StatusCode.INTERNAL).task
+
+
+QUICK: Final[dict[str, Fault]] = {
+    fault.__name__: fault
+    for fault in (
+        shard_killed,
+        scheduler_killed,
+        router_killed,
+        shard_hung_for_a_while,
+        shard_hung_for_good,
+        scheduler_hung_for_good,
+        router_connection_dropped,
+        shard_connection_dropped,
+        slow_network,
+        tiny_windows,
+        out_of_memory,
+        poisonous_request,
+    )
+}
+# Those that take a minute, and those of a tensor-parallel group.
+SLOW: Final[dict[str, Fault]] = {
+    fault.__name__: fault for fault in (router_connection_half_open, shard_connection_half_open)
+}
+OF_RANKS: Final[dict[str, Fault]] = {"rank_killed": shard_killed}
+
+
+def request(prompt: Sequence[int], max_tokens: int, seed: int | None) -> pb.GenerateSpec:
+    """Greedy without a seed."""
+    return pb.GenerateSpec(
+        token_ids=pb.TokenIds(ids=prompt),
+        sampling=SamplingParams(temperature=0 if seed is None else 1, seed=seed),
+        stop=pb.StopConditions(max_tokens=max_tokens, ignore_eos=True),
+    )
+
+
+def requests(count: int, max_tokens: int) -> list[pb.GenerateSpec]:
+    """Half of them greedy, half sampled."""
+    rng = random.Random(5)  # noqa: S311
+    vocab = SHAPES["tiny"]["vocab_size"]
+    prompts = [[rng.randrange(8, vocab) for _ in range(_PROMPT_TOKENS)] for _ in range(count)]
+    return [request(prompt, max_tokens, index if index % 2 else None) for index, prompt in enumerate(prompts)]
+
+
+async def strike(
+    cluster: Cluster,
+    name: str,
+    fault: Fault,
+    specs: Sequence[pb.GenerateSpec],
+    expected: Sequence[Sequence[int]],
+    hang_s: float,
+) -> dict[str, Any]:
+    """One JSON line."""
+    clients = Clients(cluster.addresses)
+    try:
+        streams = [clients.stream(spec) for spec in specs]
+        await asyncio.gather(*(stream.wait_tokens(_STRUCK_AFTER) for stream in streams))
+        struck = sum(stream.code is None for stream in streams)
+        for stream in streams:
+            stream.watch()
+        run = Run(cluster, clients, hang_s)
+        await fault(run)
+        await asyncio.gather(*(stream.task for stream in [*streams, *run.extra]))
+        await cluster.wait_ready()
+    finally:
+        await clients.close()
+    lost = [stream for stream in streams if stream.code is not grpc.StatusCode.OK or stream.ends != 1]
+    lost += [stream for stream, code in run.extra.items() if stream.code is not code]
+    changed = [
+        one
+        for one, token_ids in zip(streams, expected, strict=True)
+        if one not in lost and one.token_ids != token_ids
+    ]
+    for stream in lost:
+        print(f"{name}: {stream.code}: {stream.message}", file=sys.stderr)
+    return {
+        "fault": name,
+        "requests": len(streams) + len(run.extra),
+        "struck": struck,
+        "lost": len(lost),
+        "changed": len(changed),
+        "recovery_s": round(max(stream.longest_pause_s for stream in streams), 2),
+    }
+
+
+async def undisturbed(cluster: Cluster, specs: Sequence[pb.GenerateSpec]) -> list[list[int]]:
+    """The tokens of each request."""
+    clients = Clients(cluster.addresses)
+    streams = [clients.stream(spec) for spec in specs]
+    await asyncio.gather(*(stream.task for stream in streams))
+    await clients.close()
+    return [stream.token_ids for stream in streams]
+
+
+async def run(
+    faults: dict[str, Fault],
+    ranks: int,
+    specs: Sequence[pb.GenerateSpec],
+    hang_s: float,
+    step_timeout_s: float,
+) -> list[dict[str, Any]]:
+    """All of `faults` in turn, on one cluster."""
+    layout = Layout(
+        random_model("tiny", "float32"),
+        ranks=ranks,
+        shard_module="benchmarks.faulty_shard",
+        scheduler_flags=(("step-timeout", step_timeout_s),),
+    )
+    lines = []
+    async with Cluster(layout) as cluster:
+        expected = await undisturbed(cluster, specs)
+        for name, fault in faults.items():
+            lines.append(await strike(cluster, name, fault, specs, expected, hang_s))
+            print(json.dumps(lines[-1]), flush=True)
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints one JSON line per fault; exits with 1 if anything was lost or changed."""
+    parser = BareParser("faults", __doc__)
+    every = {**QUICK, **OF_RANKS, **SLOW}
+    parser.add_argument("--quick", action="store_true", help="hang for seconds, leave out what takes minutes")
+    parser.add_argument("--only", nargs="+", choices=list(every), default=list(every), help="faults")
+    parser.add_argument("--requests", type=positive_int, default=8, help="streams at once")
+    parser.add_argument("--max-tokens", type=positive_int, default=600, help="output of each")
+    options = parser.parse_args(arguments)
+    specs = requests(options.requests, options.max_tokens)
+    hang_s, step_timeout_s = (
+        (QUICK_HANG_S, QUICK_STEP_TIMEOUT_S) if options.quick else (HANG_S, STEP_TIMEOUT_S)
+    )
+    wanted = [name for name in options.only if not (options.quick and name in SLOW)]
+    lines = []
+    with failing_in_one_line(parser.prog):
+        for ranks, some in ((1, {**QUICK, **SLOW}), (2, OF_RANKS)):
+            if chosen := {name: some[name] for name in wanted if name in some}:
+                lines += asyncio.run(run(chosen, ranks, specs, hang_s, step_timeout_s))
+    if any(line["lost"] or line["changed"] for line in lines):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

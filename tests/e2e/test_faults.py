@@ -1,0 +1,35 @@
+"""Faults that clients never see: `python -m benchmarks.faults --quick`, fault by fault."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from benchmarks import faults
+
+pytestmark = pytest.mark.e2e
+
+REQUESTS = 3
+MAX_TOKENS = 400
+
+Lines = dict[str, dict[str, Any]]
+
+
+def struck(some: dict[str, faults.Fault], ranks: int) -> Lines:
+    specs = faults.requests(REQUESTS, MAX_TOKENS)
+    lines = asyncio.run(faults.run(some, ranks, specs, faults.QUICK_HANG_S, faults.QUICK_STEP_TIMEOUT_S))
+    return {line["fault"]: line for line in lines}
+
+
+@pytest.fixture(scope="module")
+def lines() -> Lines:
+    """Of one cluster, which bears all faults in turn; and of one with two ranks."""
+    return struck(faults.QUICK, ranks=1) | struck(faults.OF_RANKS, ranks=2)
+
+
+@pytest.mark.parametrize("fault", [*faults.QUICK, *faults.OF_RANKS])
+def test_a_fault_loses_and_changes_nothing(lines: Lines, fault: str) -> None:
+    line = lines[fault]
+
+    assert line["struck"] > 0
+    assert (line["lost"], line["changed"]) == (0, 0)
