@@ -46,10 +46,10 @@ async def _shard_state(address: str) -> tuple[str, float | None]:
     return "waiting for the scheduler", None
 
 
-def get(address: str, path: str) -> tuple[int | None, str]:
-    """Status and body; None where nobody answers."""
+def get(address: str, path: str, timeout_s: float = 5.0) -> tuple[int | None, str]:
+    """Status and body over HTTP; None where nobody answers."""
     host, port = split_host_port(address)
-    connection = http.client.HTTPConnection(host, port, timeout=5)
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
         connection.request("GET", path)
         response = connection.getresponse()

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from common.lifecycle import stop_signals
 from launcher.children import ChildSpec
+from launcher.liveness import HUNG_AFTER_S, wait_until_hung
 from launcher.preflight import ROOT
 
 MAX_RESTARTS = 5
@@ -97,7 +98,8 @@ class Child:
 class Supervisor:
     """Runs every child until it is told to stop, or until one can't be kept running.
 
-    `specs` are in the order of stopping. `say` gets one line for each thing that a person should know.
+    One that was alive and hasn't been for `hung_after_s` is killed, and so started again. `specs` are in the
+    order of stopping. `say` gets one line for each thing that a person should know.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Supervisor:
         stop: StopSignals,
         say: Callable[[str], None],
         first_delay_s: float = FIRST_DELAY_S,
+        hung_after_s: float = HUNG_AFTER_S,
     ) -> None:
         self.starting = True
         """Whether a configuration error is to be expected still; cleared by the owner once all are ready."""
@@ -113,6 +116,7 @@ class Supervisor:
         self._stop = stop
         self._say = say
         self._first_delay_s = first_delay_s
+        self._hung_after_s = hung_after_s
         self._stopping = asyncio.Event()
 
     @property
@@ -140,7 +144,9 @@ class Supervisor:
         budget = RestartBudget(self._first_delay_s)
         while not self._stopping.is_set():
             child.start()
+            watching = asyncio.create_task(self._kill_if_hung(child))
             status = await child.wait()
+            watching.cancel()
             if self._stopping.is_set():
                 break
             name, ended = child.spec.name, describe_end(status)
@@ -159,6 +165,11 @@ class Supervisor:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
         return 0
+
+    async def _kill_if_hung(self, child: Child) -> None:
+        await wait_until_hung(child.spec.metrics_address, self._hung_after_s)
+        self._say(f"{child.spec.name} has not been alive for {self._hung_after_s:g} s; killing it")
+        child.kill()
 
     async def _stop_all(self, limit_s: float) -> None:
         self._stopping.set()

@@ -115,8 +115,10 @@ class Replicas:
     def _follow(self) -> None:
         """Links to what is known, and parts from what isn't once nothing runs there."""
         known = self._discovery.endpoints
-        for address in known.keys() - self._links.keys():
-            link = SchedulerLink(known[address], self._tls, self._router_id, self._notify)
+        for address, endpoint in known.items():
+            if address in self._links:
+                continue
+            link = SchedulerLink(endpoint, self._tls, self._router_id, self._notify)
             self._links[address] = link
             self._tasks[address] = asyncio.create_task(link.run())
         for address in self._links.keys() - known.keys():

@@ -1,0 +1,27 @@
+"""A process that answered and no longer does has hung."""
+
+import asyncio
+
+from common.probes import Probes, serve_probes
+from launcher.liveness import wait_until_hung
+
+
+class Failing(Probes):
+    """Alive when it is asked for the first time, and never again."""
+
+    asked = 0
+
+    @property
+    def alive(self) -> bool:
+        self.asked += 1
+        return self.asked == 1
+
+
+async def test_what_was_alive_and_is_no_longer_has_hung() -> None:
+    probes = Failing()
+    port = serve_probes("127.0.0.1:0", probes)
+
+    async with asyncio.timeout(20):
+        await wait_until_hung(f"127.0.0.1:{port}", limit_s=0.5)
+
+    assert probes.asked > 1
