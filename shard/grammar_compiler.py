@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import resource
 import signal
 import time
@@ -27,7 +28,7 @@ from common.detokenizer import TokenDecoder, UnsupportedDecoderError
 from pagoda.v1.inference_pb2 import Constraint
 from shard.constraints import ConstraintError
 from shard.json_schema import supported
-from shard.regex import checked
+from shard.regex import to_ebnf
 
 CPU_SECONDS: Final = 10
 """For one compile."""
@@ -43,6 +44,7 @@ _context.set_forkserver_preload([__name__])
 
 # Where xgrammar 0.2 counts the characters of a string, it forgets that JSON has no raw control characters.
 _CONTROL_CHARACTERS: Final = (r"[^\"\\\r\n]", r"[ -!#-[\]-\ud7ff\ue000-\U0010ffff]")
+_PATTERN: Final = re.compile(r'(?<=::= )Regex\("([0-9a-f]+)", json_string=true\)$', re.MULTILINE)
 _TOO_MUCH: Final = (
     f"it takes more than {CPU_SECONDS} s or {MEMORY_BYTES >> 20} MiB to compile; make it simpler"
 )
@@ -79,7 +81,7 @@ def build(constraint: Constraint) -> Any:
         case "json_object":
             return _json_grammar({"type": "object"})
         case "regex":
-            return xgrammar.Grammar.from_regex(checked(constraint.regex))
+            return xgrammar.Grammar.from_ebnf(f"root ::= {to_ebnf(constraint.regex)}")
         case "ebnf":
             return xgrammar.Grammar.from_ebnf(constraint.ebnf)
         case "choice":
@@ -95,7 +97,8 @@ def _json_grammar(schema: Any) -> Any:
     grammar = xgrammar.Grammar.from_json_schema(
         json.dumps(supported(schema), allow_nan=False), any_whitespace=False, strict_mode=False
     )
-    return xgrammar.Grammar.from_ebnf(str(grammar).replace(*_CONTROL_CHARACTERS))
+    text = str(grammar).replace(*_CONTROL_CHARACTERS)
+    return xgrammar.Grammar.from_ebnf(_PATTERN.sub(lambda match: bytes.fromhex(match[1]).decode(), text))
 
 
 def _literal(text: str) -> str:

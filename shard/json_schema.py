@@ -8,7 +8,7 @@ fault.
 from collections.abc import Mapping
 from typing import Any, Final
 
-from shard.regex import RegexError, in_json_string
+from shard.regex import RegexError, to_json_ebnf
 
 Schema = Mapping[str, Any] | bool
 
@@ -111,6 +111,8 @@ class SchemaError(ValueError):
 
 def supported(schema: Schema) -> dict[str, Any]:
     """A schema for xgrammar, each of whose values is valid under `schema`.
+
+    Its patterns are expressions of EBNF in hexadecimal digits, to be put into the grammar in their places.
 
     Raises:
         SchemaError: there is none that would be of use.
@@ -343,7 +345,7 @@ def _string(schema: Mapping[str, Any], where: str) -> dict[str, Any]:
         counts = {keyword: _count(schema, keyword, where) for keyword in given}
         return {"type": "string", **counts}
     try:
-        return {"type": "string", "pattern": f"^(?:{in_json_string(pattern)})$"}
+        return {"type": "string", "pattern": to_json_ebnf(pattern).encode().hex()}
     except RegexError as error:
         raise SchemaError(f"pattern at {where}: {error}") from error
 

@@ -1,7 +1,8 @@
 """Regular expressions of constraints: ECMAScript's syntax, as far as a grammar can follow it.
 
 A pattern says what the whole text is, so `^` and `$` may stand at its ends and change nothing. What a grammar
-can't honour (look-around, back-references, word boundaries) is refused: xgrammar would skip some of it.
+can't honour (look-around, back-references, word boundaries) is refused. xgrammar 0.2 reads patterns, too, but
+skips some of that, and in strings of JSON lets a text enter an optional group in its middle.
 """
 
 import re
@@ -38,19 +39,21 @@ def _complement(ranges: Ranges) -> Ranges:
 
 _DIGITS: Final = [(0x30, 0x39)]
 _WORD: Final = _union([*_DIGITS, (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
-_SPACES: Final = [(0x09, 0x0D), (0x20, 0x20)]
-# Beyond ASCII, \s need not match what \S must not.
-_OTHER_SPACES: Final = [
-    (0x2000, 0x200A),
-    *((ord(c), ord(c)) for c in "\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff"),
-]
+# ECMA-262, WhiteSpace and LineTerminator.
+_SPACES: Final = _union(
+    [
+        (0x09, 0x0D),
+        (0x2000, 0x200A),
+        *((ord(c), ord(c)) for c in " \xa0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff"),
+    ]
+)
 _CLASSES: Final[dict[str, Ranges]] = {
     "d": _DIGITS,
     "D": _complement(_DIGITS),
     "w": _WORD,
     "W": _complement(_WORD),
     "s": _SPACES,
-    "S": _complement([*_SPACES, *_OTHER_SPACES]),
+    "S": _complement(_SPACES),
 }
 _DOT: Final = _complement([(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)])
 _CONTROLS: Final = {"n": 0x0A, "t": 0x09, "r": 0x0D, "f": 0x0C, "v": 0x0B, "0": 0x00}
@@ -58,15 +61,16 @@ _HEX: Final = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1
 _QUANTIFIER: Final = re.compile(r"[*+?]|\{(\d+)(,(\d*))?\}")
 # Characters that JSON has an escape of two characters for.
 _ESCAPED: Final = {ord(c): e for c, e in zip('"\\\b\f\n\r\t', '"\\bfnrt', strict=True)}
-_NOT_IN_JSON: Final = _complement([(0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
+_BACKSLASH: Final = (0x5C, 0x5C)
+_NOT_IN_JSON: Final = _complement([(0x00, 0x1F), (0x22, 0x22), _BACKSLASH])
 
 _UTF8_LENGTHS: Final = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF))
 
 MAX_REPEATS: Final = 10_000
 
 
-def checked(pattern: str) -> str:
-    """`pattern` in a form that xgrammar reads as it is meant.
+def to_ebnf(pattern: str) -> str:
+    """An expression of xgrammar's EBNF for what matches `pattern`.
 
     Raises:
         RegexError: it can't be honoured.
@@ -74,8 +78,8 @@ def checked(pattern: str) -> str:
     return _Translation(pattern, in_json=False).run()
 
 
-def in_json_string(pattern: str) -> str:
-    """A pattern for what stands between the quotes of a JSON string whose value matches `pattern`.
+def to_json_ebnf(pattern: str) -> str:
+    """An expression for what stands between the quotes of a JSON string whose value matches `pattern`.
 
     Raises:
         RegexError: it can't be honoured.
@@ -84,7 +88,7 @@ def in_json_string(pattern: str) -> str:
 
 
 def _one_of(ranges: Ranges, in_json: bool) -> str:
-    """A pattern for one character of `ranges`, or for how JSON writes it; empty if there is none."""
+    """An expression for one character of `ranges`, or for how JSON writes it; empty if there is none."""
     if not in_json:
         return _class(ranges)
     plain = [
@@ -94,13 +98,13 @@ def _one_of(ranges: Ranges, in_json: bool) -> str:
         if max(first, low) <= min(last, high)
     ]
     starts = [first for first, _ in ranges]
-    escapes = ""
+    escapes: list[tuple[int, int]] = []
     for point, letter in _ESCAPED.items():
         index = bisect_right(starts, point) - 1
         if index >= 0 and point <= ranges[index][1]:
-            escapes += "\\" + letter if letter in '"\\' else letter
-    ways = [_class(plain)] * bool(plain) + [rf"\\[{escapes}]"] * bool(escapes)
-    return ways[0] if len(ways) == 1 else f"(?:{'|'.join(ways)})" if ways else ""
+            escapes.append((ord(letter), ord(letter)))
+    ways = [_class(plain)] * bool(plain) + [rf"{_class([_BACKSLASH])} {_class(escapes)}"] * bool(escapes)
+    return f"({' | '.join(ways)})" if ways else ""
 
 
 def _class(ranges: Ranges) -> str:
@@ -110,16 +114,16 @@ def _class(ranges: Ranges) -> str:
         runs = [(max(a, low), min(b, high)) for a, b in ranges if a <= high and b >= low]
         if runs:
             brackets.append("".join(_point(a) if a == b else f"{_point(a)}-{_point(b)}" for a, b in runs))
-    classes = "|".join(f"[{bracket}]" for bracket in brackets)
-    return f"(?:{classes})" if len(brackets) > 1 else classes
+    classes = " | ".join(f"[{bracket}]" for bracket in brackets)
+    return f"({classes})" if len(brackets) > 1 else classes
 
 
 def _point(point: int) -> str:
-    return chr(point) if chr(point).isascii() and chr(point).isalnum() else rf"\u{{{point:x}}}"
+    return chr(point) if chr(point).isascii() and chr(point).isalnum() else rf"\U{point:08x}"
 
 
 class _Translation:
-    """One pattern on its way from ECMAScript's syntax to xgrammar's."""
+    """One pattern on its way from ECMAScript's syntax to EBNF."""
 
     def __init__(self, pattern: str, in_json: bool) -> None:
         self._pattern = pattern
@@ -140,8 +144,10 @@ class _Translation:
                 depth -= 1
                 if depth < 0:
                     raise self._error("an unmatched )")
+                self._end_alternative()
                 self._put(")", repeatable=True)
             elif character == "|":
+                self._end_alternative()
                 self._put("|", repeatable=False)
             elif character in "^$":
                 self._anchor(character, depth)
@@ -153,7 +159,8 @@ class _Translation:
                 self._characters(self._set())
         if depth:
             raise self._error("an unmatched (")
-        return "".join(self._out)
+        self._end_alternative()
+        return " ".join(self._out)
 
     def _error(self, what: str) -> RegexError:
         return RegexError(f"{what} at character {self._at} of {self._pattern[:100]!r}")
@@ -163,12 +170,17 @@ class _Translation:
         self._repeatable = repeatable
         self._at += 1
 
+    def _end_alternative(self) -> None:
+        """EBNF has a word for the empty text."""
+        if not self._out or self._out[-1] in ("(", "|"):
+            self._out.append('""')
+
     def _open(self) -> None:
         if self._pattern.startswith("(?:", self._at):
             self._at += 2
         elif self._pattern.startswith("(?", self._at):
             raise self._error("look-around, named and other special groups aren't supported:")
-        self._put("(?:", repeatable=False)
+        self._put("(", repeatable=False)
 
     def _anchor(self, character: str, depth: int) -> None:
         neighbour = (
@@ -176,7 +188,8 @@ class _Translation:
         )
         if depth or neighbour not in ("", "|"):
             raise self._error(f"{character} inside the pattern isn't supported:")
-        self._put("", repeatable=False)
+        self._repeatable = False
+        self._at += 1
 
     def _quantifier(self) -> None:
         match = _QUANTIFIER.match(self._pattern, self._at)
@@ -186,7 +199,7 @@ class _Translation:
             raise self._error(f"{match[0]} is above the limit of {MAX_REPEATS} repeats")
         if match[3] and int(match[3]) < int(match[1]):
             raise self._error(f"{match[0]} ends before it begins")
-        self._out.append(match[0])
+        self._out[-1] += match[0]
         self._repeatable = False
         self._at = match.end()
         # A lazy quantifier allows the same texts.
@@ -221,7 +234,7 @@ class _Translation:
             return [(point, point)]
         if letter in _CLASSES:
             ranges = _CLASSES[letter]
-        elif letter in _CONTROLS and not rest[1:2].isdigit():
+        elif letter in _CONTROLS and not (letter == "0" and rest[1:2].isdigit()):
             ranges = [(_CONTROLS[letter], _CONTROLS[letter])]
         elif letter and not letter.isalnum():
             ranges = [(ord(letter), ord(letter))]
@@ -246,6 +259,7 @@ class _Translation:
             ranges += first
         self._at += 1
         union = _union(ranges)
+        # Without surrogates.
         chosen = _complement(union) if negated else _complement(_complement(union))
         if not chosen:
             raise self._error("a character class without characters before")
