@@ -5,10 +5,13 @@ either becomes one whose every value is valid under it, perhaps narrower, or is 
 fault.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+from shard.number_bounds import MAX_BOUND, BoundsError, narrowed
 from shard.regex import RegexError, to_json_ebnf
+from shard.string_formats import FORMATS
 
 Schema = Mapping[str, Any] | bool
 
@@ -84,24 +87,6 @@ _PYTHON_TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
     "object": dict,
     "boolean": bool,
     "null": type(None),
-}
-
-_TIME: Final = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
-_DATE: Final = (
-    r"[1-9]\d{3}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)"
-    r"|02-(0[1-9]|1\d|2[0-8]))"
-)
-_LABEL: Final = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_HOST: Final = rf"{_LABEL}(\.{_LABEL}){{0,3}}"
-_FORMATS: Final[Mapping[str, str]] = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-    "ipv4": r"((25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)\.){3}(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)",
-    "hostname": _HOST,
-    "email": rf"[A-Za-z0-9_+-]{{1,30}}(\.[A-Za-z0-9_+-]{{1,30}}){{0,1}}@{_HOST}",
-    "uri": rf"https?://{_HOST}(:[1-9]\d{{0,3}})?(/[A-Za-z0-9._~-]*)*(\?[A-Za-z0-9._~=&-]*)?",
 }
 
 
@@ -194,7 +179,10 @@ class _Translation:
         for keyword, bound in bounds.items():
             if not _is_a(bound, "number"):
                 raise SchemaError(f"{keyword} at {where} must be a number")
-        return {"type": kind, **bounds}
+        try:
+            return {"type": kind, **narrowed(bounds, whole=kind == "integer")}
+        except BoundsError as error:
+            raise SchemaError(f"{error}, at {where}") from error
 
     def _array(self, schema: Mapping[str, Any], where: str, depth: int) -> dict[str, Any]:
         counts = {
@@ -246,9 +234,25 @@ class _Translation:
     def _reference(self, reference: Any, where: str, depth: int) -> str:
         if reference not in self._names:
             target = self._resolve(reference, where)
+            if reference in self._leads_to(target, where):
+                raise SchemaError(f"$ref at {where}: {reference[:100]} is defined by itself alone")
             name = self._names[reference] = f"d{len(self._names)}"
             self._definitions[name] = self._translate(target, reference, depth + 1)
         return f"#/$defs/{self._names[reference]}"
+
+    def _leads_to(self, schema: Any, where: str) -> set[str]:
+        """The references that a value of `schema` may have to satisfy itself, not a part of it."""
+        found: set[str] = set()
+        waiting = [schema]
+        while waiting:
+            if not isinstance(one := waiting.pop(), dict):
+                continue
+            if "$ref" in one and one["$ref"] not in found:
+                waiting.append(self._resolve(one["$ref"], where))
+                found.add(one["$ref"])
+            for keyword in ("anyOf", "oneOf", "allOf"):
+                waiting += _list(one, keyword, where) if keyword in one else []
+        return found
 
     def _resolve(self, reference: Any, where: str) -> Any:
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
@@ -335,10 +339,10 @@ def _string(schema: Mapping[str, Any], where: str) -> dict[str, Any]:
     if len(given) > 1 and given != ["minLength", "maxLength"]:
         raise SchemaError(f"{given[0]} beside {given[1]} at {where} isn't supported")
     if given[0] == "format":
-        if not (isinstance(schema["format"], str) and schema["format"] in _FORMATS):
+        if not (isinstance(schema["format"], str) and schema["format"] in FORMATS):
             message = f"format {str(schema['format'])[:50]!r} at {where} isn't supported; these are"
-            raise SchemaError(f"{message}: {', '.join(_FORMATS)}")
-        pattern = _FORMATS[schema["format"]]
+            raise SchemaError(f"{message}: {', '.join(FORMATS)}")
+        pattern = FORMATS[schema["format"]]
     elif given[0] == "pattern":
         pattern = _text(schema["pattern"], where)
     else:
@@ -376,7 +380,18 @@ def _values(schema: Mapping[str, Any], keyword: str, where: str) -> list[Any]:
     fitting = [value for value in values if any(_is_a(value, kind) for kind in types)]
     if not fitting:
         raise SchemaError(f"{keyword} at {where} has no value of type {' or '.join(types)}")
+    if not _exactly_written(fitting):
+        raise SchemaError(f"{keyword} at {where} has a number beyond {MAX_BOUND}, either way")
     return fitting
+
+
+def _exactly_written(value: Any) -> bool:
+    """Whether xgrammar writes all numbers in a value as they are."""
+    if isinstance(value, dict | list):
+        return all(map(_exactly_written, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return not isinstance(value, int) or abs(value) <= MAX_BOUND
 
 
 def _is_a(value: Any, kind: str) -> bool:
