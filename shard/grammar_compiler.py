@@ -108,7 +108,7 @@ def _literal(text: str) -> str:
 def _compile(compiler: Any, constraint: Constraint, vocab_size: int) -> str:
     try:
         compiled = compiler.compile_grammar(build(constraint))
-        _try(compiled, vocab_size)
+        _try(compiled, vocab_size, is_json=constraint.WhichOneof("kind") in ("json_schema", "json_object"))
         return str(compiled.serialize_json())
     except ValueError as error:
         raise ConstraintError(str(error)) from error
@@ -121,16 +121,18 @@ def _compile(compiler: Any, constraint: Constraint, vocab_size: int) -> str:
         raise ConstraintError(_TOO_MUCH if "bad_alloc" in message else _readable(message)) from error
 
 
-def _try(compiled: Any, vocab_size: int) -> None:
-    """Walks at random through what the grammar allows.
+def _try(compiled: Any, vocab_size: int, is_json: bool) -> None:
+    """Walks at random through what the grammar allows, from its beginning anew after each end.
 
     Raises:
-        ConstraintError: that leads to where nothing is allowed, or takes too long.
+        ConstraintError: that leads to where nothing is allowed, takes too long, or should be JSON and is not.
     """
     matcher = xgrammar.GrammarMatcher(compiled)
+    vocabulary = compiled.tokenizer_info.decoded_vocab
     mask = xgrammar.allocate_token_bitmask(1, vocab_size + 1)
     choose = random.Random(0)  # noqa: S311
     started = time.process_time()
+    text = b""
     for step in range(_TRIAL_STEPS):
         matcher.fill_next_token_bitmask(mask)
         allowed = np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little"))
@@ -139,14 +141,30 @@ def _try(compiled: Any, vocab_size: int) -> None:
         if time.process_time() - started > _STEP_SECONDS * max(step, 40):
             raise ConstraintError("it is too ambiguous, or repeats too much: a token takes too long to check")
         going_on = allowed[allowed < vocab_size]
+        if is_json and allowed[-1] == vocab_size and not _is_json(text):
+            raise ConstraintError("its grammar allows what is no JSON; make it simpler")
         if not len(going_on):
-            break
-        matcher.accept_token(int(choose.choice(going_on)))
+            matcher.reset()
+            text = b""
+            continue
+        token_id = int(choose.choice(going_on))
+        matcher.accept_token(token_id)
+        text += vocabulary[token_id]
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _readable(message: str) -> str:
-    """Without xgrammar's time, file and line."""
-    return message.strip().split(": ", 2)[-1].splitlines()[0][:500]
+    """The first line without xgrammar's time, file and line, and the condition that it checked."""
+    line = message.strip().split("\n")[0]
+    told = re.sub(r"^\[[^]]*\] \S+:\d+: |Check failed: \(.*?\) is false: ", "", line)
+    return told[:500] or "it can't be compiled; make it simpler"
 
 
 def _serve(connection: Connection, tokenizer_file: Path, vocab_size: int, cpu_seconds: int) -> None:

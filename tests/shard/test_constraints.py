@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xgrammar
 
 from pagoda.shard.v1.shard_pb2 import Join
 from pagoda.v1.inference_pb2 import Choices, Constraint
@@ -118,7 +119,8 @@ def test_the_cache_is_bounded(tokenizer_file: Path, monkeypatch: pytest.MonkeyPa
     ("constraint", "message"),
     [
         (Constraint(), "no kind"),
-        (Constraint(ebnf="root ::= nobody"), "nobody"),
+        (Constraint(ebnf="root ::= nobody"), '^EBNF parser error at line 1, column 10: Rule "nobody"'),
+        (Constraint(json_schema=json.dumps({"minimum": -(10**400), "maximum": 10**400})), "^minimum -10"),
         (Constraint(ebnf="root ::= root"), "no text can satisfy"),
         (Constraint(json_schema='{"const": [1e999]}'), "beyond 9223372036854775807"),
         (Constraint(json_schema='{"type": "integer", "minimum": 5, "maximum": 1}'), "leave no integer"),
@@ -132,6 +134,18 @@ def test_what_can_not_be_compiled_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ConstraintError, match=message):
         grammars.get(constraint)
+
+
+@pytest.mark.parametrize("grammar", ['root ::= ""', 'root ::= "{\\"a\\": " "1"? "}"'])
+def test_what_should_be_json_and_is_not_is_refused(
+    tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch, grammar: str
+) -> None:
+    """Should xgrammar make such a grammar of a schema that it was thought to honour."""
+    compiler = xgrammar.GrammarCompiler(grammar_compiler.tokenizer_info(tokenizer_file, VOCAB_SIZE))
+    monkeypatch.setattr(grammar_compiler, "build", lambda _: xgrammar.Grammar.from_ebnf(grammar))
+
+    with pytest.raises(ConstraintError, match="allows what is no JSON"):
+        grammar_compiler._compile(compiler, Constraint(json_schema="{}"), VOCAB_SIZE)
 
 
 def test_a_compile_without_end_is_refused_and_the_next_one_succeeds(
