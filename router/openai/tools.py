@@ -27,7 +27,15 @@ _BY_NAME: Final = ("$defs", "definitions", "properties")
 
 
 def to_proto(tools: Sequence[Tool]) -> list[pb.Tool]:
-    """As the chat template gets them."""
+    """As the chat template gets them.
+
+    Raises:
+        RequestError: one takes something else than an object.
+    """
+    for index, tool in enumerate(tools):
+        if (tool.function.parameters or {}).get("type", "object") != "object":
+            message = "must be the schema of an object, whose type is object"
+            raise invalid(f"tools[{index}].function.parameters", message)
     return [
         pb.Tool(
             name=tool.function.name,
@@ -72,16 +80,20 @@ def set_choice(spec: pb.GenerateSpec, body: ChatBody, tool_format: str | None) -
 
 def _calls(tools: Mapping[str, Function], parallel: bool) -> dict[str, Any]:
     """The schema of an array of one call or, if `parallel`, of more."""
+    # Functions that take the same are one alternative: each makes the grammar slower to compile.
+    names: dict[str, list[str]] = {}
+    for name, one in tools.items():
+        names.setdefault(json.dumps(_object(one.parameters)), []).append(name)
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
+            "properties": {"name": {"enum": alike}, "arguments": {"$ref": f"#/$defs/{alike[0]}"}},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for name in tools
+        for alike in names.values()
     ]
-    schemas = {name: _moved(_object(one.parameters), f"#/$defs/{name}") for name, one in tools.items()}
+    schemas = {alike[0]: _moved(json.loads(one), f"#/$defs/{alike[0]}") for one, alike in names.items()}
     array = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": schemas}
     return array if parallel else {**array, "maxItems": 1}
 
@@ -140,9 +152,10 @@ def joined(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
-def _object(schema: dict[str, Any] | None) -> dict[str, Any]:
-    """A function without parameters takes none."""
-    return schema or {"type": "object", "properties": {}, "additionalProperties": False}
+def _object(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """A function that names no parameters takes none."""
+    schema = {"type": "object", **(parameters or {"properties": {}})}
+    return {"additionalProperties": False, **schema} if schema.get("properties") == {} else schema
 
 
 def _moved(schema: Any, place: str) -> Any:

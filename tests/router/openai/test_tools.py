@@ -5,12 +5,15 @@ import json
 from typing import Any
 
 import pytest
+import xgrammar
 from jsonschema import Draft202012Validator
 
 from pagoda.v1 import inference_pb2 as pb
+from pagoda.v1.inference_pb2 import Constraint
 from router.errors import RequestError
 from router.openai.schemas import ChatBody
 from router.openai.tools import MakeParser, ToolReader, joined, set_choice
+from shard.grammar_compiler import build
 from tests.router.fake_scheduler import STOP, FakeScheduler
 from tests.router.openai.conftest import EOS, TOKENIZER, Face, answer, ids
 
@@ -159,11 +162,42 @@ async def test_a_tool_that_is_nested_too_deep_is_refused(face: Face, depth: int)
     assert response.status_code == 400
 
 
-def test_a_function_without_parameters_takes_none() -> None:
-    spec, _ = chosen({"type": "function", "function": {"name": "time"}})
-    schema = Draft202012Validator(json.loads(spec.constraint.json_schema))
-    assert schema.is_valid({})
-    assert not schema.is_valid({"zone": "UTC"})
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": {}}, {"properties": {}}])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_a_function_without_parameters_takes_none(parameters: Any, choice: Any) -> None:
+    spec, _ = chosen(
+        choice, tools=[{"type": "function", "function": {"name": "now", "parameters": parameters}}]
+    )
+    grammar = build(Constraint(json_schema=spec.constraint.json_schema))
+
+    given = '[{"name": "now", "arguments": {' if choice == "required" else "{"
+    letters = sorted({*given, *'}x"'})
+    info = xgrammar.TokenizerInfo([*letters, ""], stop_token_ids=[len(letters)])
+    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_grammar(grammar))
+    assert all(matcher.accept_token(letters.index(letter)) for letter in given)
+
+    assert [letter for token, letter in enumerate(letters) if matcher.fork().accept_token(token)] == ["}"]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("kind", ["array", ["object", "null"]])
+async def test_parameters_that_are_no_object_are_refused(face: Face, choice: str, kind: Any) -> None:
+    takes = {"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}
+    error = await face.refused(
+        "/v1/chat/completions", messages=MESSAGES, tools=[TIME, takes], tool_choice=choice
+    )
+    assert error["param"] == "tools[1].function.parameters"
+
+
+def test_functions_that_take_the_same_are_one_alternative() -> None:
+    """As a grammar of 128 alternatives takes too long to compile."""
+    tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(127)]
+    spec, _ = chosen("required", tools=[*tools, WEATHER])
+    schema = json.loads(spec.constraint.json_schema)
+
+    assert len(schema["items"]["anyOf"]) == 2
+    for name, arguments, valid in [("f126", {}, True), ("f0", {"a": 1}, False), ("weather", {}, False)]:
+        assert Draft202012Validator(schema).is_valid([{"name": name, "arguments": arguments}]) is valid
 
 
 def test_required_calls_are_read_from_an_array() -> None:
