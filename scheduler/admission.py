@@ -40,6 +40,10 @@ class RefusedError(Exception):
         self.field = field
         self.retry_delay_s = retry_delay_s
 
+    def for_log(self) -> str:
+        """The reason, without what may quote the client."""
+        return f"{self.code.name} on {self.field}" if self.field else str(self)
+
     def to_proto(self, submit: Submit) -> RequestRefused:
         """The message to the router that submitted it."""
         refused = RequestRefused(key=submit.key, code=self.code.value[0], message=str(self), field=self.field)

@@ -95,7 +95,7 @@ class Engine:
             request = self._make_request(outbox, submit)
         except RefusedError as refused:
             metrics.REFUSED.labels(refused.cause).inc()
-            log.debug("refused: %s", refused, extra=_about(submit))
+            log.debug("refused: %s", refused.for_log(), extra=_about(submit))
             outbox.refuse(refused.to_proto(submit))
             return
         prepares = submit.HasField("constraint") and not request.finished
@@ -184,7 +184,7 @@ class Engine:
 
     def _fail(self, request: Request, refused: RefusedError) -> None:
         level = logging.ERROR if refused.code is grpc.StatusCode.INTERNAL else logging.DEBUG
-        log.log(level, "failed: %s", refused, extra=_about(request.submit))
+        log.log(level, "failed: %s", refused.for_log(), extra=_about(request.submit))
         request.outbox.refuse(refused.to_proto(request.submit))
         self._end_request(request, "error")
 
