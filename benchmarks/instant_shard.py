@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from common.version import PROTOCOL_VERSION
 from pagoda.shard.v1.shard_pb2 import (
@@ -13,7 +13,7 @@ from pagoda.shard.v1.shard_pb2 import (
     ExecuteResponse,
     Sampled,
 )
-from pagoda.v1.inference_pb2 import Constraint
+from pagoda.v1.inference_pb2 import Constraint, PriorOutput
 
 VOCAB_SIZE = 32_000
 
@@ -91,7 +91,9 @@ class InstantShard:
         """Takes any epoch."""
         return ConfigureResponse(epoch=request.epoch)
 
-    async def prepare_constraint(self, constraint: Constraint) -> None:
+    async def prepare_constraint(
+        self, constraint: Constraint, prior_outputs: Sequence[PriorOutput] = ()
+    ) -> None:
         """Takes any."""
 
     def execute(self) -> InstantStream:

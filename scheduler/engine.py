@@ -28,7 +28,13 @@ from scheduler.preparations import Preparations
 from scheduler.request import Request, Sequence, State
 from scheduler.request_trace import RequestTrace
 from scheduler.scheduler import Limits, Scheduler, SequenceResult
-from scheduler.shard_client import ConfigurationError, ShardClient, ShardError, StepStream
+from scheduler.shard_client import (
+    ConfigurationError,
+    ConstraintRefusedError,
+    ShardClient,
+    ShardError,
+    StepStream,
+)
 from scheduler.step_plan import StepPlan
 
 if TYPE_CHECKING:
@@ -125,8 +131,8 @@ class Engine:
         self._accept(request)
         self._wake.set()
 
-    def _refuse_constraint(self, request: Request, reason: str) -> None:
-        refused = RefusedError(grpc.StatusCode.INVALID_ARGUMENT, reason, "spec.constraint")
+    def _refuse_constraint(self, request: Request, error: ConstraintRefusedError) -> None:
+        refused = RefusedError(grpc.StatusCode.INVALID_ARGUMENT, str(error), error.field)
         metrics.REFUSED.labels(refused.cause).inc()
         self._fail(request, refused)
 

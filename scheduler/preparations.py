@@ -15,8 +15,8 @@ RETRY_DELAY_S: Final = 0.1
 class Preparations:
     """One task for each request that is being prepared. All methods run on one event loop."""
 
-    def __init__(self, shard: ShardClient, refuse: Callable[[Request, str], None]) -> None:
-        """`refuse` ends a request whose constraint the shard can't honour, with the reason."""
+    def __init__(self, shard: ShardClient, refuse: Callable[[Request, ConstraintRefusedError], None]) -> None:
+        """`refuse` ends a request whose constraint the shard can't honour."""
         self._shard = shard
         self._refuse = refuse
         self._tasks: dict[Request, asyncio.Task[None]] = {}
@@ -38,7 +38,7 @@ class Preparations:
             await self._compile(request)
         except ConstraintRefusedError as error:
             del self._tasks[request]
-            self._refuse(request, str(error))
+            self._refuse(request, error)
             return
         del self._tasks[request]
         request.preparing = False
@@ -46,9 +46,10 @@ class Preparations:
 
     async def _compile(self, request: Request) -> None:
         """Tries for as long as the shard is away."""
+        submit = request.submit
         while True:
             try:
                 async with self._free:
-                    return await self._shard.prepare_constraint(request.submit.constraint)
+                    return await self._shard.prepare_constraint(submit.constraint, submit.prior_outputs)
             except ShardError:
                 await asyncio.sleep(RETRY_DELAY_S)

@@ -1,7 +1,7 @@
 """The scheduler's end of a shard's contract."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import grpc
@@ -18,7 +18,7 @@ from pagoda.shard.v1.shard_pb2 import (
     PrepareConstraintRequest,
 )
 from pagoda.shard.v1.shard_pb2_grpc import ShardServiceStub
-from pagoda.v1.inference_pb2 import Constraint
+from pagoda.v1.inference_pb2 import Constraint, PriorOutput
 
 if TYPE_CHECKING:
     from pagoda.shard.v1.shard_pb2_grpc import ShardServiceAsyncStub
@@ -36,7 +36,11 @@ class ConfigurationError(ShardError):
 
 
 class ConstraintRefusedError(Exception):
-    """The shard can't honour a constraint; the message is for the client."""
+    """The shard can't honour a constraint; the message is for the client, about `field` of its request."""
+
+    def __init__(self, message: str | None, field: str = "spec.constraint") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class StepStream(Protocol):
@@ -61,7 +65,9 @@ class ShardClient(Protocol):
     async def configure(self, request: ConfigureRequest) -> ConfigureResponse:
         """Starts an epoch."""
 
-    async def prepare_constraint(self, constraint: Constraint) -> None:
+    async def prepare_constraint(
+        self, constraint: Constraint, prior_outputs: Sequence[PriorOutput] = ()
+    ) -> None:
         """Returns once joins may carry it; raises ConstraintRefusedError, or ShardError while it is away."""
 
     def execute(self) -> StepStream:
@@ -135,10 +141,13 @@ class GrpcShardClient:
             kind = ConfigurationError if error.code() in hopeless else ShardError
             raise kind(_describe(error)) from error
 
-    async def prepare_constraint(self, constraint: Constraint) -> None:
-        """Compiles it there, or finds it compiled."""
+    async def prepare_constraint(
+        self, constraint: Constraint, prior_outputs: Sequence[PriorOutput] = ()
+    ) -> None:
+        """Compiles it there, or finds it compiled, and has it tried on outputs that shall go on."""
+        request = PrepareConstraintRequest(constraint=constraint, prior_outputs=prior_outputs)
         try:
-            await self._stub.PrepareConstraint(PrepareConstraintRequest(constraint=constraint), timeout=120)
+            response = await self._stub.PrepareConstraint(request, timeout=120)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise ConstraintRefusedError(error.details()) from error
@@ -149,6 +158,9 @@ class GrpcShardClient:
                 raise
             # So gRPC says that `describe` closed the channel meanwhile.
             raise ShardError("the connection was made anew") from None
+        if response.HasField("broken_output"):
+            message = f"output {response.broken_output} has tokens that spec.constraint doesn't allow"
+            raise ConstraintRefusedError(message, "spec.prior_outputs")
 
     def execute(self) -> GrpcStepStream:
         """Opens the step stream."""

@@ -12,7 +12,7 @@ from pagoda.shard.v1.shard_pb2 import (
     ExecuteRequest,
     ExecuteResponse,
 )
-from pagoda.v1.inference_pb2 import Constraint
+from pagoda.v1.inference_pb2 import Constraint, PriorOutput
 from scheduler.shard_client import ConfigurationError, GrpcShardClient, GrpcStepStream, ShardError
 
 # What every rank of a group must say alike.
@@ -100,9 +100,11 @@ class ShardGroup:
         responses = await asyncio.gather(*(rank.configure(request) for rank in self._ranks))
         return responses[0]
 
-    async def prepare_constraint(self, constraint: Constraint) -> None:
+    async def prepare_constraint(
+        self, constraint: Constraint, prior_outputs: Sequence[PriorOutput] = ()
+    ) -> None:
         """On rank 0, which samples."""
-        await self._ranks[0].prepare_constraint(constraint)
+        await self._ranks[0].prepare_constraint(constraint, prior_outputs)
 
     def execute(self) -> GroupStepStream:
         """Opens the step streams."""

@@ -84,6 +84,17 @@ class Grammars:
             mine.set_exception(error)
         return mine.result().compiled
 
+    def allows(self, constraint: Constraint, token_ids: Sequence[int]) -> bool:
+        """Whether an output may begin so.
+
+        Raises:
+            ConstraintError: as `get`.
+        """
+        import xgrammar
+
+        matcher = xgrammar.GrammarMatcher(self.get(constraint))
+        return all(matcher.accept_token(token_id) for token_id in token_ids)
+
     def match(self, join: Join) -> "Matcher":
         """A matcher for a sequence that joins, at the end of the output that it has.
 
@@ -137,8 +148,10 @@ class Matcher:
         self._matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=list(stop_token_ids) or None)
         self._untaken: list[int] = list(output_token_ids)
         self._sampled: tuple[SampleResult, int] | None = None
-        # Took a stop token, or one that the grammar doesn't allow: what comes is nobody's.
+        # Took a stop token: what comes is nobody's.
         self._ended = False
+        # Took one that the grammar doesn't allow.
+        self._broken = False
 
     def fork(self) -> "Matcher":
         """One at the same place, that goes on by itself."""
@@ -153,7 +166,8 @@ class Matcher:
     def fill(self, mask: Tensor, row: int) -> None:
         """Sets the bits of the tokens that may come next in a row of `mask`, int32 `[rows, vocab / 32]`.
 
-        None are set where the grammar is at a dead end or takes too long; all where the output has ended.
+        None are set where the output broke the grammar, or is at a dead end of it, or a token takes too long;
+        all where the output has ended.
         """
         started = time.thread_time()
         if self._sampled:
@@ -161,12 +175,12 @@ class Matcher:
             self._untaken.append(samples.token_id(place))
             self._sampled = None
         for token_id in self._untaken:
-            self._ended = (
-                self._ended or not self._matcher.accept_token(token_id) or self._matcher.is_terminated()
-            )
+            if not (self._ended or self._broken):
+                self._broken = not self._matcher.accept_token(token_id)
+                self._ended = self._matcher.is_terminated()
         replayed, self._untaken = len(self._untaken), []
-        if self._ended:
-            mask[row] = -1
+        if self._ended or self._broken:
+            mask[row] = -1 if self._ended else 0
             return
         self._matcher.fill_next_token_bitmask(mask, row)
         if time.thread_time() - started > _STEP_SECONDS * max(replayed, 1):

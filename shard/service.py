@@ -125,11 +125,16 @@ class ShardService(ShardServiceServicer):
             _unavailable(context, f"{MAX_PREPARING} constraints are being compiled already")
         try:
             grammars.get(request.constraint)
+            broken = (
+                prior.index
+                for prior in request.prior_outputs
+                if not prior.finished and not grammars.allows(request.constraint, prior.token_ids)
+            )
+            return PrepareConstraintResponse(broken_output=next(broken, None))
         except ConstraintError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             self._preparing.release()
-        return PrepareConstraintResponse()
 
     def Execute(  # noqa: N802
         self, request_iterator: Iterator[ExecuteRequest], context: grpc.ServicerContext

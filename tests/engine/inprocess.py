@@ -20,7 +20,7 @@ from pagoda.shard.v1.shard_pb2 import (
     ExecuteRequest,
     ExecuteResponse,
 )
-from pagoda.v1.inference_pb2 import BeamSearch, Constraint
+from pagoda.v1.inference_pb2 import BeamSearch, Constraint, PriorOutput
 from pagoda.v1.sampling_pb2 import PositionLogprobs, SamplingParams
 from scheduler.config import SchedulerConfig
 from scheduler.engine import Engine
@@ -96,7 +96,9 @@ class InProcessShard:
         kept = await asyncio.to_thread(self._executor.configure, request)
         return ConfigureResponse(epoch=request.epoch, kept_allocation=kept)
 
-    async def prepare_constraint(self, constraint: Constraint) -> None:
+    async def prepare_constraint(
+        self, constraint: Constraint, prior_outputs: Sequence[PriorOutput] = ()
+    ) -> None:
         try:
             await asyncio.to_thread(self._grammars.get, constraint)
         except ConstraintError as error:

@@ -1,7 +1,7 @@
 """A shard in this process, behind the scheduler's client interface."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from common.version import PROTOCOL_VERSION
 from pagoda.shard.v1.shard_pb2 import (
@@ -11,7 +11,7 @@ from pagoda.shard.v1.shard_pb2 import (
     ExecuteRequest,
     ExecuteResponse,
 )
-from pagoda.v1.inference_pb2 import Constraint
+from pagoda.v1.inference_pb2 import Constraint, PriorOutput
 from scheduler.shard_client import ConfigurationError, ConstraintRefusedError, ShardError
 from tests.scheduler.fake_shard import VOCAB_SIZE, FakeShard
 
@@ -73,6 +73,7 @@ class FakeShardClient:
         self.may_prepare = asyncio.Event()
         self.may_prepare.set()
         self.constraint_error = ""
+        self.broken_outputs: list[PriorOutput] = []
         self.invalid = False
         self.failing = False
         self._sent = asyncio.Event()
@@ -95,7 +96,9 @@ class FakeShardClient:
         self._shard = FakeShard.configured(request)
         return ConfigureResponse(epoch=request.epoch)
 
-    async def prepare_constraint(self, constraint: Constraint) -> None:
+    async def prepare_constraint(
+        self, constraint: Constraint, prior_outputs: Sequence[PriorOutput] = ()
+    ) -> None:
         self.prepared.append(constraint)
         self._sent.set()
         await self.may_prepare.wait()
@@ -103,6 +106,8 @@ class FakeShardClient:
             raise ShardError("UNAVAILABLE: loading 10 %")
         if self.constraint_error:
             raise ConstraintRefusedError(self.constraint_error)
+        if any(prior in self.broken_outputs for prior in prior_outputs):
+            raise ConstraintRefusedError("not so", "spec.prior_outputs")
 
     async def until_asked(self, count: int) -> None:
         """Waits until `count` constraints were asked for since the start."""

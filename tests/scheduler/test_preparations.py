@@ -1,15 +1,19 @@
 """Constraints on the engine: the shard compiles them while others run, and again after a loss."""
 
+import logging
+
 import grpc
+import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from pagoda.scheduler.v1.scheduler_pb2 import Abort
-from pagoda.v1.inference_pb2 import Constraint
+from pagoda.v1.inference_pb2 import Constraint, PriorOutput
 from scheduler.preparations import MAX_CONCURRENT
 from tests.scheduler.fake_shard import expected_output
 from tests.scheduler.harness import submit
 from tests.scheduler.test_engine import has_tokens, serving
 
+INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT.value[0]
 DIGITS = Constraint(regex="[0-9]+")
 
 
@@ -53,9 +57,32 @@ async def test_what_the_shard_can_not_honour_is_refused_with_its_reason() -> Non
         await router.until(lambda: router.refused)
 
     refused = router.refused["a"]
-    assert refused.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert refused.code == INVALID_ARGUMENT
     assert (refused.field, refused.message) == ("spec.constraint", client.constraint_error)
     assert not router.accepted
+
+
+async def test_what_there_is_of_an_output_must_keep_to_its_constraint() -> None:
+    async with serving() as (engine, client, router):
+        prior = PriorOutput(token_ids=[7, 8])
+        client.broken_outputs = [prior]
+        engine.submit(router.outbox, submit("a", [1], 5, constraint=DIGITS, prior_outputs=[prior]))
+        await router.until(lambda: router.refused)
+
+    refused = router.refused["a"]
+    assert (refused.code, refused.field) == (INVALID_ARGUMENT, "spec.prior_outputs")
+    assert not router.accepted
+
+
+async def test_what_a_constraint_holds_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with serving() as (engine, client, router):
+        client.constraint_error = "const at # has no value 'my secret'"
+        engine.submit(router.outbox, submit("a", [1], 5, constraint=DIGITS))
+        await router.until(lambda: router.refused)
+
+    assert "failed: INVALID_ARGUMENT on spec.constraint" in caplog.messages
+    assert "my secret" not in caplog.text
 
 
 async def test_few_constraints_are_compiled_at_once() -> None:

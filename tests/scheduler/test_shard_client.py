@@ -13,8 +13,8 @@ from common.rpc import SERVER_OPTIONS, bind
 from common.tls import client_tls, server_tls
 from pagoda.shard.v1.shard_pb2 import DescribeRequest, DescribeResponse, PrepareConstraintResponse
 from pagoda.shard.v1.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
-from pagoda.v1.inference_pb2 import Constraint
-from scheduler.shard_client import GrpcShardClient, ShardError
+from pagoda.v1.inference_pb2 import Constraint, PriorOutput
+from scheduler.shard_client import ConstraintRefusedError, GrpcShardClient, ShardError
 from tests.authority import Authority
 
 
@@ -30,11 +30,12 @@ class Described(ShardServiceServicer):
     def __init__(self) -> None:
         self.preparing = threading.Event()
         self.go_on = threading.Event()
+        self.broken_output: int | None = None
 
     def PrepareConstraint(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.preparing.set()
         self.go_on.wait()
-        return PrepareConstraintResponse()
+        return PrepareConstraintResponse(broken_output=self.broken_output)
 
     def Execute(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
         raise NotImplementedError
@@ -71,6 +72,22 @@ async def test_a_constraint_that_a_new_connection_cuts_off_is_the_shards_loss() 
     with pytest.raises(ShardError):
         await preparing
     shard.go_on.set()
+    await client.close()
+    server.stop(0).wait()
+
+
+async def test_an_output_that_breaks_its_constraint_is_refused_by_its_field() -> None:
+    server, shard = grpc.server(ThreadPoolExecutor(2), options=SERVER_OPTIONS), Described()
+    add_ShardServiceServicer_to_server(shard, server)
+    client = GrpcShardClient(f"127.0.0.1:{bind(server, '127.0.0.1:0')}")
+    server.start()
+    shard.broken_output = 1
+    shard.go_on.set()
+
+    with pytest.raises(ConstraintRefusedError, match="output 1 has tokens") as caught:
+        await client.prepare_constraint(Constraint(regex="a"), [PriorOutput(), PriorOutput(index=1)])
+
+    assert caught.value.field == "spec.prior_outputs"
     await client.close()
     server.stop(0).wait()
 

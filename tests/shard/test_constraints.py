@@ -72,8 +72,13 @@ def test_once_it_has_ended_anything_goes(grammars: Grammars) -> None:
     assert len(allowed(matcher(grammars, choice("yes"), [*ids("yes"), STOP, 9, 9]))) == VOCAB_SIZE
 
 
-def test_tokens_that_it_does_not_allow_end_it_without_harm(grammars: Grammars) -> None:
-    assert len(allowed(matcher(grammars, choice("yes"), ids("no")))) == VOCAB_SIZE
+def test_after_tokens_that_it_does_not_allow_nothing_goes(grammars: Grammars) -> None:
+    assert not allowed(matcher(grammars, choice("yes"), ids("no")))
+
+
+@pytest.mark.parametrize(("output", "expected"), [("", True), ("ye", True), ("yes", True), ("no", False)])
+def test_it_tells_whether_an_output_may_begin_so(grammars: Grammars, output: str, expected: bool) -> None:
+    assert grammars.allows(choice("yes"), ids(output)) is expected
 
 
 def test_a_fork_goes_on_by_itself(grammars: Grammars) -> None:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,17 @@ from pagoda.shard.v1.shard_pb2 import (
     DescribeResponse,
     ExecuteRequest,
     Join,
+    PrepareConstraintRequest,
+    PrepareConstraintResponse,
     Scheduled,
 )
 from pagoda.shard.v1.shard_pb2_grpc import ShardServiceStub, add_ShardServiceServicer_to_server
+from pagoda.v1.inference_pb2 import Choices, Constraint, PriorOutput
 from pagoda.v1.sampling_pb2 import SamplingParams
 from shard.constraints import Grammars
 from shard.executor import StepExecutor
 from shard.service import Loaded, ShardService
+from tests.router.models import byte_level_bpe
 
 
 @pytest.fixture
@@ -192,3 +197,31 @@ def test_a_broken_stream_drops_the_commands_that_wait(
     stub.Configure(configuration(epoch=2))
 
     assert executed == [0]
+
+
+@pytest.mark.parametrize(
+    ("texts", "broken"),
+    [
+        (["ye", ""], None),
+        (["ye", "no"], 1),
+    ],
+)
+def test_what_there_is_of_outputs_is_tried_on_their_constraint(
+    stub: ShardServiceStub,
+    loaded: Loaded,
+    service: ShardService,
+    tmp_path: Path,
+    texts: list[str],
+    broken: Any,
+) -> None:
+    tokenizer = byte_level_bpe()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    service.loaded = replace(loaded, grammars=Grammars(tmp_path / "tokenizer.json", 500))
+    priors = [PriorOutput(index=i, token_ids=tokenizer.encode(text).ids) for i, text in enumerate(texts)]
+    ended = PriorOutput(index=2, token_ids=[*tokenizer.encode("yes").ids, 2], finished=True)
+
+    request = PrepareConstraintRequest(
+        constraint=Constraint(choice=Choices(values=["yes"])), prior_outputs=[*priors, ended]
+    )
+
+    assert stub.PrepareConstraint(request) == PrepareConstraintResponse(broken_output=broken)
