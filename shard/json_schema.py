@@ -185,11 +185,7 @@ class _Translation:
             raise SchemaError(f"{error}, at {where}") from error
 
     def _array(self, schema: Mapping[str, Any], where: str, depth: int) -> dict[str, Any]:
-        counts = {
-            keyword: _count(schema, keyword, where)
-            for keyword in ("minItems", "maxItems")
-            if keyword in schema
-        }
+        counts = _counts(schema, "minItems", "maxItems", where)
         items = schema.get("items", "prefixItems" not in schema)
         if "prefixItems" not in schema:
             if items is False:
@@ -201,6 +197,10 @@ class _Translation:
             self._translate(item, f"{where}/prefixItems/{index}", depth + 1)
             for index, item in enumerate(_list(schema, "prefixItems", where))
         ]
+        if counts.get("maxItems", MAX_COUNT) < len(prefix):
+            raise SchemaError(f"maxItems below the number of prefixItems at {where} isn't supported")
+        if items is False and counts.get("minItems", 0) > len(prefix):
+            raise SchemaError(f"minItems above the number of prefixItems at {where} leaves no value")
         rest = False if items is False else self._translate(items, f"{where}/items", depth + 1)
         return {"type": "array", "prefixItems": prefix, "items": rest, **counts}
 
@@ -346,8 +346,7 @@ def _string(schema: Mapping[str, Any], where: str) -> dict[str, Any]:
     elif given[0] == "pattern":
         pattern = _text(schema["pattern"], where)
     else:
-        counts = {keyword: _count(schema, keyword, where) for keyword in given}
-        return {"type": "string", **counts}
+        return {"type": "string", **_counts(schema, "minLength", "maxLength", where)}
     try:
         return {"type": "string", "pattern": to_json_ebnf(pattern).encode().hex()}
     except RegexError as error:
@@ -360,11 +359,14 @@ def _text(pattern: Any, where: str) -> str:
     return pattern
 
 
-def _count(schema: Mapping[str, Any], keyword: str, where: str) -> int:
-    count = schema[keyword]
-    if not (_is_a(count, "integer") and 0 <= count <= MAX_COUNT):
-        raise SchemaError(f"{keyword} at {where} must be an integer from 0 to {MAX_COUNT}")
-    return int(count)
+def _counts(schema: Mapping[str, Any], least: str, most: str, where: str) -> dict[str, int]:
+    counts = {keyword: schema[keyword] for keyword in (least, most) if keyword in schema}
+    for keyword, count in counts.items():
+        if not (_is_a(count, "integer") and 0 <= count <= MAX_COUNT):
+            raise SchemaError(f"{keyword} at {where} must be an integer from 0 to {MAX_COUNT}")
+    if counts.get(least, 0) > counts.get(most, MAX_COUNT):
+        raise SchemaError(f"{least} above {most} at {where} leaves no value")
+    return {keyword: int(count) for keyword, count in counts.items()}
 
 
 def _list(schema: Mapping[str, Any], keyword: str, where: str) -> list[Any]:

@@ -103,8 +103,10 @@ def _one_of(ranges: Ranges, in_json: bool) -> str:
         index = bisect_right(starts, point) - 1
         if index >= 0 and point <= ranges[index][1]:
             escapes.append((ord(letter), ord(letter)))
-    ways = [_class(plain)] * bool(plain) + [rf"{_class([_BACKSLASH])} {_class(escapes)}"] * bool(escapes)
-    return f"({' | '.join(ways)})" if ways else ""
+    if not escapes:
+        return _class(plain) if plain else ""
+    escaped = f"{_class([_BACKSLASH])} {_class(escapes)}"
+    return f"({_class(plain)} | {escaped})" if plain else f"({escaped})"
 
 
 def _class(ranges: Ranges) -> str:
