@@ -47,8 +47,11 @@ def check_constraint(
 def _check_schema(text: str, field: str) -> None:
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
+        json.dumps(schema, ensure_ascii=False).encode()
     except RecursionError:
         raise FieldError(field, "is nested too deep") from None
+    except UnicodeEncodeError:
+        raise FieldError(field, "has half of a surrogate pair, which no text holds") from None
     except ValueError as error:
         raise FieldError(field, f"is not JSON: {error}") from None
     if not isinstance(schema, dict | bool):

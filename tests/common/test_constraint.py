@@ -36,6 +36,7 @@ INVALID = [
     (schema("{"), "c.json_schema", "is not JSON"),
     (schema("[1]"), "c.json_schema", "object or a boolean"),
     (schema('{"const": NaN}'), "c.json_schema", "NaN"),
+    (schema(r'{"const": "\ud800"}'), "c.json_schema", "surrogate"),
     (schema("[" * 60_000), "c.json_schema", "nested too deep"),
     (schema(json.dumps({"title": "x" * MAX_CONSTRAINT_BYTES})), "c.json_schema", "at most 65536"),
     (Constraint(json_object=False), "c.json_object", "false"),
