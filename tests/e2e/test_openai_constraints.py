@@ -143,7 +143,8 @@ def test_completions_are_what_they_have_to_be(
 
 
 UNSUPPORTED: Any = {"type": "array", "uniqueItems": True}
-TOOL: Any = {"type": "function", "function": {"name": "sort", "parameters": UNSUPPORTED}}
+PARAMETERS: Any = {"type": "object", "properties": {"list": UNSUPPORTED}}
+TOOL: Any = {"type": "function", "function": {"name": "sort", "parameters": PARAMETERS}}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ TOOL: Any = {"type": "function", "function": {"name": "sort", "parameters": UNSU
             "response_format",
             "#",
         ),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tools", "#/$defs/sort"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tools", "#/$defs/sort/properties/list"),
         ({"extra_body": {"structured_outputs": {"json": UNSUPPORTED}}}, "structured_outputs", "#"),
     ],
 )
