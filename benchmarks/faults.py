@@ -155,6 +155,22 @@ async def poisonous_request(run: Run) -> None:
     await run.submit(POISON, grpc.StatusCode.INTERNAL).task
 
 
+async def replicas_replaced(run: Run) -> None:
+    """One by one, as a rolling update does it: drained, ended at the end of grace, and started anew."""
+    for replica in run.cluster.replicas:
+        members = [replica.scheduler, *replica.shards]
+        starts = [member.starts for member in members]
+        for member in members:
+            member.send(signal.SIGTERM)
+        await until(
+            lambda members=members, starts=starts: all(  # type: ignore[misc]
+                member.starts > before and member.ready()
+                for member, before in zip(members, starts, strict=True)
+            ),
+            "the replica was not replaced",
+        )
+
+
 QUICK: Final[dict[str, Fault]] = {
     fault.__name__: fault
     for fault in (
@@ -172,11 +188,12 @@ QUICK: Final[dict[str, Fault]] = {
         poisonous_request,
     )
 }
-# Those that take a minute, and those of a tensor-parallel group.
+# Those that take a minute, those of a tensor-parallel group, and those of several replicas.
 SLOW: Final[dict[str, Fault]] = {
     fault.__name__: fault for fault in (router_connection_half_open, shard_connection_half_open)
 }
 OF_RANKS: Final[dict[str, Fault]] = {"rank_killed": shard_killed}
+OF_REPLICAS: Final[dict[str, Fault]] = {"replicas_replaced": replicas_replaced}
 
 
 def request(prompt: Sequence[int], max_tokens: int, seed: int | None) -> pb.GenerateSpec:
@@ -248,14 +265,16 @@ async def undisturbed(cluster: Cluster, specs: Sequence[pb.GenerateSpec]) -> lis
 
 async def run(
     faults: dict[str, Fault],
-    ranks: int,
     specs: Sequence[pb.GenerateSpec],
     hang_s: float,
     step_timeout_s: float,
+    replicas: int = 1,
+    ranks: int = 1,
 ) -> list[dict[str, Any]]:
     """All of `faults` in turn, on one cluster."""
     layout = Layout(
         random_model("tiny", "float32"),
+        replicas=replicas,
         ranks=ranks,
         shard_module="benchmarks.faulty_shard",
         scheduler_flags=(("step-timeout", step_timeout_s),),
@@ -272,7 +291,7 @@ async def run(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one JSON line per fault; exits with 1 if anything was lost or changed."""
     parser = BareParser("faults", __doc__)
-    every = {**QUICK, **OF_RANKS, **SLOW}
+    every = {**QUICK, **OF_RANKS, **OF_REPLICAS, **SLOW}
     parser.add_argument("--quick", action="store_true", help="hang for seconds, leave out what takes minutes")
     parser.add_argument("--only", nargs="+", choices=list(every), default=list(every), help="faults")
     parser.add_argument("--requests", type=positive_int, default=8, help="streams at once")
@@ -285,9 +304,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wanted = [name for name in options.only if not (options.quick and name in SLOW)]
     lines = []
     with failing_in_one_line(parser.prog):
-        for ranks, some in ((1, {**QUICK, **SLOW}), (2, OF_RANKS)):
+        for some, replicas, ranks in (({**QUICK, **SLOW}, 1, 1), (OF_RANKS, 1, 2), (OF_REPLICAS, 2, 1)):
             if chosen := {name: some[name] for name in wanted if name in some}:
-                lines += asyncio.run(run(chosen, ranks, specs, hang_s, step_timeout_s))
+                lines += asyncio.run(run(chosen, specs, hang_s, step_timeout_s, replicas, ranks))
     if any(line["lost"] or line["changed"] for line in lines):
         sys.exit(1)
 

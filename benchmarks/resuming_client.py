@@ -30,10 +30,13 @@ class Clients:
         self._stubs: list[Any] = [InferenceServiceStub(channel) for channel in self._channels]
         self._next = 0
 
-    def stream(self, spec: pb.GenerateSpec) -> "ResumingStream":
-        """Begins a request with one output; it must have a seed, unless it is greedy."""
+    def stream(self, spec: pb.GenerateSpec, pause_s: float = 0.0) -> "ResumingStream":
+        """Begins a request with one output; it must have a seed, unless it is greedy.
+
+        Its client waits for `pause_s` after each message.
+        """
         self._next += 1
-        return ResumingStream(self._stubs, self._next, spec)
+        return ResumingStream(self._stubs, self._next, spec, pause_s)
 
     async def close(self) -> None:
         """Closes the channels."""
@@ -50,7 +53,7 @@ class ResumingStream:
         ends: How often a finish reason came.
     """
 
-    def __init__(self, stubs: Sequence[Any], first: int, spec: pb.GenerateSpec) -> None:
+    def __init__(self, stubs: Sequence[Any], first: int, spec: pb.GenerateSpec, pause_s: float) -> None:
         self.token_ids: list[int] = []
         self.code: grpc.StatusCode | None = None
         self.message = ""
@@ -60,6 +63,7 @@ class ResumingStream:
         self._stubs = stubs
         self._turn = first
         self._spec = spec
+        self._pause_s = pause_s
         self._last = time.monotonic()
         self._grew = asyncio.Event()
         self.task = asyncio.create_task(self._run())
@@ -106,3 +110,5 @@ class ResumingStream:
             self.token_ids.extend(event.delta.token_ids)
             self.ends += event.delta.finish_reason != 0
             self._grew.set()
+            if self._pause_s:
+                await asyncio.sleep(self._pause_s)

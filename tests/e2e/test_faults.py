@@ -15,19 +15,20 @@ MAX_TOKENS = 400
 Lines = dict[str, dict[str, Any]]
 
 
-def struck(some: dict[str, faults.Fault], ranks: int) -> Lines:
+def struck(some: dict[str, faults.Fault], replicas: int = 1, ranks: int = 1) -> Lines:
     specs = faults.requests(REQUESTS, MAX_TOKENS)
-    lines = asyncio.run(faults.run(some, ranks, specs, faults.QUICK_HANG_S, faults.QUICK_STEP_TIMEOUT_S))
+    limits = (faults.QUICK_HANG_S, faults.QUICK_STEP_TIMEOUT_S)
+    lines = asyncio.run(faults.run(some, specs, *limits, replicas, ranks))
     return {line["fault"]: line for line in lines}
 
 
 @pytest.fixture(scope="module")
 def lines() -> Lines:
-    """Of one cluster, which bears all faults in turn; and of one with two ranks."""
-    return struck(faults.QUICK, ranks=1) | struck(faults.OF_RANKS, ranks=2)
+    """Of one cluster, which bears all faults in turn; of one with two ranks, and of one with two replicas."""
+    return struck(faults.QUICK) | struck(faults.OF_RANKS, ranks=2) | struck(faults.OF_REPLICAS, replicas=2)
 
 
-@pytest.mark.parametrize("fault", [*faults.QUICK, *faults.OF_RANKS])
+@pytest.mark.parametrize("fault", [*faults.QUICK, *faults.OF_RANKS, *faults.OF_REPLICAS])
 def test_a_fault_loses_and_changes_nothing(lines: Lines, fault: str) -> None:
     line = lines[fault]
 
