@@ -33,7 +33,16 @@ OTHER_FLAGS |= {"--set", "--tag", "--target", "--values"}
 # Of the SMG gateway.
 OTHER_FLAGS |= {"--host", "--port", "--prometheus-host", "--worker-urls"}
 # Of the benchmarks.
-OTHER_FLAGS |= {"--only", "--output", "--peers", "--quantized-flags", "--quick", "--rounds", "--shapes"}
+OTHER_FLAGS |= {
+    "--minutes",
+    "--only",
+    "--output",
+    "--peers",
+    "--quantized-flags",
+    "--quick",
+    "--rounds",
+    "--shapes",
+}
 
 
 def sources() -> Iterator[Path]:
