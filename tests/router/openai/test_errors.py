@@ -261,7 +261,7 @@ async def test_every_answer_carries_a_request_id(face: Face) -> None:
 
 
 SCHEMA = {"type": "array", "uniqueItems": True}
-FUNCTION = {"name": "f", "parameters": SCHEMA}
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": SCHEMA}}}
 
 
 @pytest.mark.parametrize(
