@@ -261,7 +261,8 @@ async def test_every_answer_carries_a_request_id(face: Face) -> None:
 
 
 SCHEMA = {"type": "array", "uniqueItems": True}
-FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": SCHEMA}}}
+# Short, as the model of these tests has little context.
+FUNCTION = {"name": "f", "parameters": {"properties": {"a": {"not": {}}}}}
 
 
 @pytest.mark.parametrize(
