@@ -88,7 +88,9 @@ class Soak:
         while (pause_s := self._rng.uniform(*_BETWEEN_BLOWS_S)) < ends_at - time.monotonic():
             await asyncio.sleep(pause_s)
             name, member = self._rng.choice(self._members())
-            how = self._rng.choice([signal.SIGKILL, signal.SIGTERM])
+            # A shard that is asked to end stays for its scheduler.
+            hows = [signal.SIGKILL] if name == "shard" else [signal.SIGKILL, signal.SIGTERM]
+            how = self._rng.choice(hows)
             before = member.starts
             member.send(how)
             self.counts[f"{name}_{how.name.lower()}"] += 1
