@@ -49,6 +49,8 @@ CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
+_FAILURES: Final = {code.value[0]: code for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
+
 _log = logging.getLogger(__name__)
 
 
@@ -208,6 +210,11 @@ def add_reflection(server: grpc.Server | grpc.aio.Server, services: Sequence[str
     """Adds the standard reflection service, which names `services`, health and itself."""
     names = (*services, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
+
+
+def failure_code(number: int) -> grpc.StatusCode:
+    """The status with that number; UNKNOWN where no failure has it."""
+    return _FAILURES.get(number, grpc.StatusCode.UNKNOWN)
 
 
 def health_status(serving: bool) -> Any:

@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from common.rpc import failure_code
 from pagoda.scheduler.v1.scheduler_pb2 import RequestRefused
 
 DOMAIN: Final = "pagoda"
@@ -20,8 +21,6 @@ MAX_MESSAGE_BYTES: Final = 1000
 RETRYABLE: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 _log = logging.getLogger(__name__)
-
-_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class RequestError(Exception):
@@ -100,9 +99,7 @@ def internal(what: str) -> RequestError:
 
 def from_refusal(refused: RequestRefused) -> RequestError:
     """A scheduler's refusal, as its client sees it."""
-    code = _CODES.get(refused.code, grpc.StatusCode.UNKNOWN)
-    if code is grpc.StatusCode.OK:
-        code = grpc.StatusCode.UNKNOWN
+    code = failure_code(refused.code)
     delay = RETRY_DELAY_S if code in RETRYABLE else None
     if refused.HasField("retry_delay"):
         delay = refused.retry_delay.ToNanoseconds() / 1e9

@@ -22,6 +22,7 @@ from smg_grpc_proto.generated.common_pb2 import (
 )
 
 from common.probes import Probes
+from common.rpc import failure_code
 from pagoda.scheduler.v1.scheduler_pb2 import Abort, RequestKey, RequestRefused
 from scheduler.admission import RefusedError
 from scheduler.engine import Engine
@@ -33,7 +34,6 @@ from scheduler.scheduler import Limits
 
 SERVICE: Final = "vllm.grpc.engine.VllmEngine"
 _ARCHIVE_CHUNK_BYTES: Final = 1 << 18
-_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 Context = Any  # grpc.aio.ServicerContext; its stubs lack what is used here
 
@@ -210,4 +210,4 @@ def _parse(request_type: Any, data: bytes) -> Any:
 
 
 def _error(refused: RequestRefused) -> RefusedError:
-    return RefusedError(_CODES.get(refused.code, grpc.StatusCode.UNKNOWN), refused.message, refused.field)
+    return RefusedError(failure_code(refused.code), refused.message, refused.field)

@@ -21,6 +21,7 @@ from common.rpc import (
     add_health_aio,
     bind,
     check_address,
+    failure_code,
     split_host_port,
 )
 
@@ -176,3 +177,8 @@ def test_a_port_is_bound_once() -> None:
 
 def test_a_unix_socket_is_bound(tmp_path: Path) -> None:
     bind(grpc.server(futures.ThreadPoolExecutor(1)), f"unix:{tmp_path}/s")
+
+
+@pytest.mark.parametrize(("number", "code"), [(3, "INVALID_ARGUMENT"), (0, "UNKNOWN"), (17, "UNKNOWN")])
+def test_a_number_that_no_failure_has_is_an_unknown_failure(number: int, code: str) -> None:
+    assert failure_code(number).name == code
