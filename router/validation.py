@@ -93,7 +93,8 @@ async def validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) -
 async def _validate(spec: GenerateSpec, limits: Limits, prompts: PromptEncoder) -> Request:
     check_model(spec.model, limits.model)
     request_id = _request_id(spec.request_id)
-    _refuse_unserved(spec)
+    if spec.adapter:
+        raise unserved("spec.adapter")
     _check_scheduling(spec)
     n = _n(spec)
     beam_search = _beam_search(spec, n)
@@ -161,15 +162,6 @@ def _request_id(given: str) -> str:
     if not (given.isascii() and given.isprintable()):
         raise invalid("spec.request_id", f"{given!a} must be printable ASCII")
     return given or uuid.uuid4().hex
-
-
-def _refuse_unserved(spec: GenerateSpec) -> None:
-    unserved_yet = {
-        "adapter": spec.adapter,
-    }
-    for name, given in unserved_yet.items():
-        if given:
-            raise unserved(f"spec.{name}")
 
 
 def _n(spec: GenerateSpec) -> int:
