@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,23 @@ class Described(ShardServiceServicer):
         raise NotImplementedError
 
 
+@pytest.fixture
+def shard() -> Described:
+    return Described()
+
+
+@pytest.fixture
+async def client(shard: Described) -> AsyncIterator[GrpcShardClient]:
+    server = grpc.server(ThreadPoolExecutor(2), options=SERVER_OPTIONS)
+    add_ShardServiceServicer_to_server(shard, server)
+    client = GrpcShardClient(f"127.0.0.1:{bind(server, '127.0.0.1:0')}")
+    server.start()
+    yield client
+    shard.go_on.set()
+    await client.close()
+    server.stop(0).wait()
+
+
 async def test_a_certificate_that_is_renewed_opens_the_way(tmp_path: Path) -> None:
     ca = Authority(tmp_path)
     server = grpc.server(ThreadPoolExecutor(2), options=SERVER_OPTIONS)
@@ -59,11 +77,9 @@ async def test_a_certificate_that_is_renewed_opens_the_way(tmp_path: Path) -> No
     server.stop(0).wait()
 
 
-async def test_a_constraint_that_a_new_connection_cuts_off_is_the_shards_loss() -> None:
-    server, shard = grpc.server(ThreadPoolExecutor(2), options=SERVER_OPTIONS), Described()
-    add_ShardServiceServicer_to_server(shard, server)
-    client = GrpcShardClient(f"127.0.0.1:{bind(server, '127.0.0.1:0')}")
-    server.start()
+async def test_a_constraint_that_a_new_connection_cuts_off_is_the_shards_loss(
+    shard: Described, client: GrpcShardClient
+) -> None:
     preparing = asyncio.create_task(client.prepare_constraint(Constraint(regex="a")))
     await asyncio.to_thread(shard.preparing.wait)
 
@@ -71,16 +87,11 @@ async def test_a_constraint_that_a_new_connection_cuts_off_is_the_shards_loss() 
 
     with pytest.raises(ShardError):
         await preparing
-    shard.go_on.set()
-    await client.close()
-    server.stop(0).wait()
 
 
-async def test_an_output_that_breaks_its_constraint_is_refused_by_its_field() -> None:
-    server, shard = grpc.server(ThreadPoolExecutor(2), options=SERVER_OPTIONS), Described()
-    add_ShardServiceServicer_to_server(shard, server)
-    client = GrpcShardClient(f"127.0.0.1:{bind(server, '127.0.0.1:0')}")
-    server.start()
+async def test_an_output_that_breaks_its_constraint_is_refused_by_its_field(
+    shard: Described, client: GrpcShardClient
+) -> None:
     shard.broken_output = 1
     shard.go_on.set()
 
@@ -88,15 +99,11 @@ async def test_an_output_that_breaks_its_constraint_is_refused_by_its_field() ->
         await client.prepare_constraint(Constraint(regex="a"), [PriorOutput(), PriorOutput(index=1)])
 
     assert caught.value.field == "spec.prior_outputs"
-    await client.close()
-    server.stop(0).wait()
 
 
-async def test_whoever_gives_a_constraint_up_is_not_told_of_a_loss() -> None:
-    server, shard = grpc.server(ThreadPoolExecutor(2), options=SERVER_OPTIONS), Described()
-    add_ShardServiceServicer_to_server(shard, server)
-    client = GrpcShardClient(f"127.0.0.1:{bind(server, '127.0.0.1:0')}")
-    server.start()
+async def test_whoever_gives_a_constraint_up_is_not_told_of_a_loss(
+    shard: Described, client: GrpcShardClient
+) -> None:
     preparing = asyncio.create_task(client.prepare_constraint(Constraint(regex="a")))
     await asyncio.to_thread(shard.preparing.wait)
 
@@ -104,6 +111,3 @@ async def test_whoever_gives_a_constraint_up_is_not_told_of_a_loss() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         await preparing
-    shard.go_on.set()
-    await client.close()
-    server.stop(0).wait()
