@@ -155,9 +155,9 @@ class DecoderLayer:
         bias = config.output_bias and not partition.rank
         self.output = Projection(queries, {"self_attn.o_proj": hidden}, bias, dtype, device)
         self.gate_up = self.down = None
-        mlp, size = ("mlp", config.intermediate_size)
+        mlp, size = "mlp", config.intermediate_size
         if experts:
-            mlp, size = (f"{names.block}.shared_expert", experts.shared_size)
+            mlp, size = f"{names.block}.shared_expert", experts.shared_size
         if size:
             inner = partition.share(size)
             gate_up = {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
