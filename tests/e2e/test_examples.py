@@ -1,7 +1,5 @@
 """The examples run as their first lines say, against real processes."""
 
-import os
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +10,9 @@ import grpc
 import pytest
 
 from router.errors import invalid, unavailable
+from tests.tools import node_example
 
 ROOT = Path(__file__).parents[2]
-NODE = ROOT / "examples" / "node"
 PROMPT = "Say hello."
 
 pytestmark = pytest.mark.e2e
@@ -33,10 +31,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 def example(name: str) -> tuple[str, ...]:
     """The command line that an example's first lines give, without its arguments."""
     if name == "node":
-        missing = shutil.which("node") is None or not (NODE / "node_modules").exists()
-        if missing and "CI" not in os.environ:
-            pytest.skip("needs node, and `npm ci` in examples/node")
-        return ("node", str(NODE / "stream.mjs"))
+        return node_example("stream.mjs")
     if name == "reflection":
         return (sys.executable, "examples/python/reflection.py")
     return (sys.executable, "-m", f"examples.python.{name}")

@@ -1,9 +1,7 @@
 """The OpenAI-compatible API against real processes, with OpenAI's own clients."""
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 import urllib.request
@@ -17,10 +15,10 @@ import pytest
 from tests.e2e.client import Answer, spec
 from tests.e2e.conftest import connect
 from tests.e2e.stack import ROOT, Stack, launched, until
+from tests.tools import node_example
 
 pytestmark = pytest.mark.e2e
 
-NODE = ROOT / "examples" / "node"
 STORY = "Once upon a time"
 
 
@@ -206,10 +204,7 @@ def test_no_request_makes_it_fail(tiny_model_folder: Path, tmp_path: Path) -> No
 
 def node(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs an example as its first lines say."""
-    missing = shutil.which("node") is None or not (NODE / "node_modules").exists()
-    if missing and "CI" not in os.environ:
-        pytest.skip("needs node, and `npm ci` in examples/node")
-    command = ["node", str(NODE / example), *arguments]
+    command = (*node_example(example), *arguments)
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
