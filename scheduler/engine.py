@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Coroutine
@@ -24,6 +25,7 @@ from scheduler.admission import RefusedError, make_request, seconds, submit_key
 from scheduler.config import SchedulerConfig
 from scheduler.invariants import check
 from scheduler.outbox import Outbox
+from scheduler.pace import Pace
 from scheduler.preparations import Preparations
 from scheduler.request import Request, Sequence, State
 from scheduler.request_trace import RequestTrace
@@ -45,6 +47,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STEPS_IN_FLIGHT: Final = 2
+TICK_S: Final = 1.0
 RETRY_DELAY_S: Final = 0.1
 # Block ids are int32 in the shard's tables.
 MAX_BLOCKS: Final = 2**31 - 1
@@ -65,6 +68,7 @@ class _Epoch:
     results: deque[ExecuteResponse] = field(default_factory=deque)
     # When the oldest step in flight had the shard to itself.
     oldest_since: float = 0.0
+    pace: Pace = field(default_factory=Pace)
     failure: BaseException | None = None
 
 
@@ -357,9 +361,9 @@ class Engine:
                     raise epoch.failure
                 while epoch.results:
                     self._process(epoch, epoch.results.popleft())
-                while len(epoch.in_flight) < STEPS_IN_FLIGHT and await self._send_step(epoch):
+                while not (hold_s := self._hold_s(epoch)) and await self._send_step(epoch):
                     pass
-                await self._wait(epoch)
+                await self._wait(epoch, min(hold_s or TICK_S, TICK_S))
         finally:
             receiver.cancel()
             with contextlib.suppress(asyncio.CancelledError, ShardError):
@@ -374,10 +378,18 @@ class Engine:
             epoch.failure = error
             self._wake.set()
 
-    async def _wait(self, epoch: _Epoch) -> None:
-        """Until there is something to do; at least once a second, to tick."""
+    def _hold_s(self, epoch: _Epoch) -> float:
+        """Seconds until a step may be sent; infinite while no more may be in flight."""
+        if not epoch.in_flight:
+            return 0.0
+        if len(epoch.in_flight) == STEPS_IN_FLIGHT:
+            return math.inf
+        return epoch.pace.hold_s(time.monotonic() - epoch.oldest_since)
+
+    async def _wait(self, epoch: _Epoch, limit_s: float) -> None:
+        """Until there is something to do, for at most `limit_s` seconds."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(limit_s):
                 await self._wake.wait()
         if not self._requests and not epoch.in_flight:
             self._check_when_idle()
@@ -423,6 +435,7 @@ class Engine:
         epoch.in_flight.popleft()
         now = time.monotonic()
         metrics.observe_result(response, now - sent, now - epoch.oldest_since)
+        epoch.pace.observe(now - epoch.oldest_since)
         epoch.oldest_since = now
         outputs = self.scheduler.process(plan, response)
         for output in outputs:
@@ -436,7 +449,8 @@ class Engine:
         if not (
             finish_reason or sequence.reports_cached or sampled is None or _is_more_than_a_token(sampled)
         ):
-            sequence.request.outbox.add_token(sequence.handle, token_ids[0])
+            outbox = sequence.request.outbox
+            outbox.add_token(sequence.handle, token_ids[0], begins=sequence.begins)
             return
         request = sequence.request
         if sampled and sampled.invalid:
@@ -460,7 +474,7 @@ class Engine:
             message.finish_reason = finish_reason
         if score is not None:
             message.score = score
-        request.outbox.add_output(sequence.handle, message)
+        request.outbox.add_output(sequence.handle, message, begins=sequence.begins)
         if finish_reason:
             name = FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower()
             metrics.FINISHED.labels(name).inc()

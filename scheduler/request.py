@@ -65,6 +65,11 @@ class Sequence:
         return self.request.number << 8 | self.output_index
 
     @property
+    def begins(self) -> bool:
+        """Whether its output holds no more than its first token."""
+        return len(self.token_ids) <= self.request.prompt_length + 1
+
+    @property
     def length(self) -> int:
         """Tokens that the shard knows once the commands sent so far are done."""
         return len(self.token_ids) + self.num_pending

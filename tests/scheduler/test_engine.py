@@ -18,6 +18,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.engine import Engine, FatalError
 from scheduler.invariants import check
 from scheduler.outbox import Outbox
+from scheduler.pace import Pace
 from tests.scheduler.fake_client import FakeShardClient, description
 from tests.scheduler.fake_shard import expected_output
 from tests.scheduler.harness import submit
@@ -120,6 +121,34 @@ async def test_two_steps_are_in_flight() -> None:
         await client.until_sent(2)
         assert [command.step for command in client.commands] == [0, 1]
         client.may_answer.set()
+        await router.until(lambda: router.reasons)
+    assert router.tokens["a"] == expected_output([1, 2], 5)
+
+
+async def test_the_step_behind_a_long_one_takes_what_arrives_while_it_is_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    holds = [100.0]
+    monkeypatch.setattr(Pace, "hold_s", lambda self, running_s: holds[0])
+    async with serving() as (engine, client, router):
+        client.may_answer.clear()
+        engine.submit(router.outbox, submit("a", [1, 2], 5))
+        await client.until_sent(1)
+
+        holds[0] = 0.0
+        engine.submit(router.outbox, submit("b", [3, 4], 5))
+        await client.until_sent(2)
+
+        assert [len(command.joins) for command in client.commands] == [1, 1]
+        client.may_answer.set()
+        await router.until(lambda: len(router.reasons) == 2)
+    assert router.tokens["b"] == expected_output([3, 4], 5)
+
+
+async def test_a_result_ends_the_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pace, "hold_s", lambda self, running_s: 100.0)
+    async with serving() as (engine, _, router):
+        engine.submit(router.outbox, submit("a", [1, 2], 5))
         await router.until(lambda: router.reasons)
     assert router.tokens["a"] == expected_output([1, 2], 5)
 
