@@ -25,6 +25,10 @@ from router.validation import MAX_REQUEST_ID_LENGTH
 # For load balancers, which have no key.
 HEALTH_PATH: Final = "/health"
 MAX_BODY_BYTES: Final = 16 * 1024 * 1024
+# A body has so long to arrive, and longer for what it has brought. A client that drips would else hold its
+# connection until --request-timeout.
+BODY_TIMEOUT_S: Final = 30
+MIN_BODY_BYTES_PER_S: Final = 4096
 
 
 @dataclass
@@ -187,27 +191,36 @@ class _Writer:
 
 
 async def _read(scope: Scope, receive: Receive) -> bytes | None:
-    """The body; None if the client goes away meanwhile."""
+    """The body; None if the client goes away meanwhile.
+
+    Raises:
+        HTTPError: it isn't JSON, too large or too slow.
+    """
     headers = Headers(scope=scope)
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if scope["method"] == "POST" and content_type != "application/json":
         message = f"Content-Type: {content_type[:100]!r} must be application/json"
         raise HTTPError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, reason="UNSUPPORTED_MEDIA_TYPE")
     announced = headers.get("content-length", "0")
-    parts: list[bytes] = []
+    body = bytearray()
     size = int(announced) if announced.isdecimal() else 0
-    received = 0
-    while True:
-        if max(size, received) > MAX_BODY_BYTES:
-            message = f"the body is larger than {MAX_BODY_BYTES} bytes"
-            raise HTTPError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, reason="BODY_TOO_LARGE")
-        arrived = await receive()
-        if arrived["type"] == "http.disconnect":
-            return None
-        parts.append(arrived["body"])
-        received += len(arrived["body"])
-        if not arrived["more_body"]:
-            return b"".join(parts)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S) as limit:
+            start = asyncio.get_running_loop().time()
+            while True:
+                if max(size, len(body)) > MAX_BODY_BYTES:
+                    message = f"the body is larger than {MAX_BODY_BYTES} bytes"
+                    raise HTTPError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, reason="BODY_TOO_LARGE")
+                arrived = await receive()
+                if arrived["type"] == "http.disconnect":
+                    return None
+                body += arrived["body"]
+                if not arrived["more_body"]:
+                    return bytes(body)
+                limit.reschedule(start + BODY_TIMEOUT_S + len(body) / MIN_BODY_BYTES_PER_S)
+    except TimeoutError:
+        message = f"{len(body)} bytes of the body came in time; send {MIN_BODY_BYTES_PER_S} a second or more"
+        raise HTTPError(HTTPStatus.REQUEST_TIMEOUT, message, reason="BODY_TIMEOUT") from None
 
 
 def _replay(body: bytes) -> Receive:

@@ -24,7 +24,8 @@ MAX_CONNECTIONS: Final = 4096
 MAX_HEADER_BYTES: Final = 32 * 1024
 # More than the 60 s of usual load balancers, or they would send requests into connections that just closed.
 KEEP_ALIVE_S: Final = 75
-# From the first byte of a request to the end of its headers.
+# From the first byte of a request to the end of its headers; and for the rest of a body that came after its
+# answer, such as a refusal.
 HEAD_TIMEOUT_S: Final = 15
 
 
@@ -110,13 +111,13 @@ class HTTPServer:
 
 
 class _Connection(H11Protocol):
-    """One connection. Without a request it has limited time to send one, and makes room for new ones."""
+    """One connection. While no answer is due it has limited time to send, and makes room for new ones."""
 
     def __init__(self, idle: "dict[_Connection, None]", **of_uvicorn: Any) -> None:
-        """`idle` are those without a request, of the whole server; who waited longest is first."""
+        """`idle` are those to which no answer is due, of the whole server; who waited longest is first."""
         super().__init__(**of_uvicorn)
         self._idle = idle
-        self._head_deadline: float | None = None
+        self._deadline: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Gives it as long for its first request as for the next ones."""
@@ -131,16 +132,15 @@ class _Connection(H11Protocol):
         self._idle[self] = None
 
     def data_received(self, data: bytes) -> None:
-        """Limits the time of a head that has begun: uvicorn's timer ends with each byte."""
+        """Limits the time of what has begun: uvicorn's timer ends with each byte."""
         super().data_received(data)
         self._sort()
-        if self._lacks_head:
-            self._head_deadline = self._head_deadline or self.loop.time() + HEAD_TIMEOUT_S
-            self.timeout_keep_alive_task = self.loop.call_at(
-                self._head_deadline, self.timeout_keep_alive_handler
-            )
+        if self._is_idle:
+            self._deadline = self._deadline or self.loop.time() + HEAD_TIMEOUT_S
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_at(self._deadline, self.timeout_keep_alive_handler)
         else:
-            self._head_deadline = None
+            self._deadline = None
 
     def on_response_complete(self) -> None:
         """Waits for the next request, which may have arrived already."""
@@ -153,11 +153,13 @@ class _Connection(H11Protocol):
         self._idle.pop(self, None)
 
     @property
-    def _lacks_head(self) -> bool:
-        return self.conn.their_state is h11.IDLE and not self.transport.is_closing()
+    def _is_idle(self) -> bool:
+        """Its head isn't there yet, or its answer is before its body."""
+        no_answer_due = self.conn.their_state is h11.IDLE or self.conn.our_state is h11.DONE
+        return no_answer_due and not self.transport.is_closing()
 
     def _sort(self) -> None:
-        if self._lacks_head:
+        if self._is_idle:
             self._idle.setdefault(self)
         else:
             self._idle.pop(self, None)

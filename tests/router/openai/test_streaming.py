@@ -13,9 +13,11 @@ import openai
 import pytest
 
 from router import metrics
-from router.openai import streaming
+from router.openai import calls, server, streaming
 from tests.router.fake_scheduler import STOP
 from tests.router.openai.conftest import EOS, Face, ids
+
+JSON = {"Content-Type": "application/json"}
 
 
 @asynccontextmanager
@@ -130,22 +132,49 @@ async def test_a_stream_that_takes_too_long_ends_with_an_error(start_face: Any) 
     assert json.loads(data.removeprefix("data: "))["error"]["code"] == "request_timeout"
 
 
-async def test_a_body_that_never_ends_is_a_timeout(start_face: Any) -> None:
-    face: Face = await start_face(request_timeout=0.2)
+async def test_a_body_that_never_ends_is_a_timeout(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "BODY_TIMEOUT_S", 0.2)
     never = asyncio.Event()
 
     async def body() -> AsyncIterator[bytes]:
         yield b"{"
         await never.wait()
 
-    request = face.http.build_request(
-        "POST", "/v1/completions", content=body(), headers={"Content-Type": "application/json"}
-    )
+    request = face.http.build_request("POST", "/v1/completions", content=body(), headers=JSON)
     sent = asyncio.create_task(face.http.send(request))
     await asyncio.wait({sent}, timeout=1)
     never.set()
     response: httpx.Response = await sent
-    assert response.status_code == 504
+    assert response.status_code == 408
+    assert "1 bytes" in response.json()["error"]["message"]
+
+
+async def test_a_body_that_drips_is_a_timeout(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", face.port)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    writer.write(head + b"Content-Length: 1000000\r\n\r\n")
+    answered = asyncio.create_task(reader.read())
+    async with asyncio.timeout(30):
+        while not answered.done():
+            writer.write(b" ")
+            await asyncio.sleep(0.01)
+    writer.close()
+    assert answered.result().startswith(b"HTTP/1.1 408 ")
+
+
+async def test_a_large_body_has_longer(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "BODY_TIMEOUT_S", 1)
+    monkeypatch.setattr(calls, "MIN_BODY_BYTES_PER_S", 1)
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "' + b"x" * 1000
+        await asyncio.sleep(1.5)
+        yield b'"}'
+
+    response = await face.http.post("/tokenize", content=body(), headers=JSON)
+    assert response.status_code == 200
 
 
 async def test_lost_schedulers_are_borne(face: Face) -> None:
