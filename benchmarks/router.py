@@ -12,10 +12,10 @@ import itertools
 import json
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import grpc
 
@@ -40,6 +40,7 @@ from pagoda.v1.inference_pb2_grpc import InferenceServiceStub
 from pagoda.v1.sampling_pb2 import SamplingParams
 
 DIRECT: Final = "scheduler"
+_POLL_S: Final = 0.5
 PROBE: Final = WorkRequest(tuple(range(300, 332)), 2)
 
 
@@ -207,6 +208,19 @@ class Stack:
         """Until requests are served."""
         await wait_until_ready(self._metrics, lambda *_: None)
 
+    async def unless_ended(self, work: Coroutine[Any, Any, None]) -> None:
+        """Awaits `work`. Raises `BenchmarkError` once a process ends, as nobody starts it again."""
+        working = asyncio.create_task(work)
+        try:
+            while not working.done():
+                await asyncio.wait({working}, timeout=_POLL_S)
+                for child in self._children:
+                    if child.process.poll() is not None:
+                        raise child.failure()
+            working.result()
+        finally:
+            working.cancel()
+
     def close(self) -> None:
         """Ends them, the router first."""
         for child in self._children:
@@ -300,7 +314,7 @@ def body(options: Namespace, results: Results) -> None:
     with socket_folder() as sockets:
         stack = Stack(model.folder, sockets, options.dtype, options.device)
         try:
-            asyncio.run(measure(options, results, stack, model.vocab_size))
+            asyncio.run(stack.unless_ended(measure(options, results, stack, model.vocab_size)))
         finally:
             stack.close()
 

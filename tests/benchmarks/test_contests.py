@@ -154,6 +154,16 @@ def test_the_router_is_measured_over_both_of_its_faces(capsys: Capture) -> None:
     assert all(line["ours"] > 0 and line["against"] == "scheduler" for line in found)
 
 
+def test_the_router_is_not_measured_without_its_shard(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("PAGODA_SHARD_KV_CACHE_MEMORY_BYTES", "much")
+    with pytest.raises(SystemExit):
+        router.main([*TINY])
+
+    assert "router-shard ended with status 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("work", ["offline", "long-tailed"])
 def test_the_shard_alone_needs_no_server(work: str, capsys: Capture) -> None:
     throughput.main([*TINY, "--no-server", f"--workload={work}", "--peers"])
