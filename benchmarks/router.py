@@ -269,7 +269,7 @@ def parse() -> Parser:
     parser.add_size(
         "--background-tokens",
         2000,
-        4000,
+        2000,
         "of each stream beside the probes, more than it writes meanwhile",
         type=positive_int,
     )
