@@ -14,7 +14,7 @@ from benchmarks.command import BareParser, failing_in_one_line, positive_int
 from benchmarks.cost_model import CostModel
 from benchmarks.paged import PagedServer
 from benchmarks.traces import ALPACA_LIKE, SHAREGPT_LIKE, Lengths, Trace, at_once, chat
-from scheduler.scheduler import Limits
+from scheduler.limits import Limits
 
 WORKLOADS: Final = {"sharegpt-like": SHAREGPT_LIKE, "alpaca-like": ALPACA_LIKE}
 

@@ -14,8 +14,9 @@ from pagoda.scheduler.v1.scheduler_pb2 import RequestKey, Submit
 from pagoda.shard.v1.shard_pb2 import ConfigureRequest, ExecuteRequest, ExecuteResponse, Sampled
 from pagoda.v1.sampling_pb2 import SamplingParams
 from scheduler.admission import make_request
+from scheduler.limits import Limits
 from scheduler.outbox import Outbox
-from scheduler.scheduler import Limits, Scheduler
+from scheduler.scheduler import Scheduler
 from scheduler.step_plan import StepPlan
 from shard.config import ShardConfig
 from shard.server import load_shard

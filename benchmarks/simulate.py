@@ -20,7 +20,7 @@ from benchmarks.cost_model import CostModel
 from benchmarks.plot import plot_latency, pyplot
 from benchmarks.sustainable import BASELINES, CACHING, PAGED, Machine, Point, Search
 from benchmarks.traces import TRACES
-from scheduler.scheduler import Limits
+from scheduler.limits import Limits
 
 VOCAB_SIZE = 1 << 31
 DEFAULT_TRACE = "sharegpt-like"

@@ -10,7 +10,7 @@ from benchmarks.cost_model import CostModel
 from benchmarks.measurements import Measurements
 from benchmarks.paged import PagedServer
 from benchmarks.traces import Trace
-from scheduler.scheduler import Limits
+from scheduler.limits import Limits
 
 
 class Server(Protocol):

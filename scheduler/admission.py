@@ -13,9 +13,9 @@ from google.protobuf.duration_pb2 import Duration
 from pagoda.scheduler.v1.scheduler_pb2 import RequestRefused, Submit
 from scheduler.beam_search import BeamSearch
 from scheduler.block_hash import root_hash
+from scheduler.limits import Limits
 from scheduler.outbox import Outbox
 from scheduler.request import Request, Sequence, State
-from scheduler.scheduler import Limits
 
 # Sequences of one request: an output's index has a byte in its handle.
 MAX_WIDTH: Final = 256

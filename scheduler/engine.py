@@ -24,12 +24,13 @@ from scheduler import metrics
 from scheduler.admission import RefusedError, make_request, seconds, submit_key
 from scheduler.config import SchedulerConfig
 from scheduler.invariants import check
+from scheduler.limits import FatalError, Limits, resolve
 from scheduler.outbox import Outbox
 from scheduler.pace import Pace
 from scheduler.preparations import Preparations
 from scheduler.request import Request, Sequence, State
 from scheduler.request_trace import RequestTrace
-from scheduler.scheduler import Limits, Scheduler, SequenceResult
+from scheduler.scheduler import Scheduler, SequenceResult
 from scheduler.shard_client import (
     ConfigurationError,
     ConstraintRefusedError,
@@ -49,12 +50,6 @@ T = TypeVar("T")
 STEPS_IN_FLIGHT: Final = 2
 TICK_S: Final = 1.0
 RETRY_DELAY_S: Final = 0.1
-# Block ids are int32 in the shard's tables.
-MAX_BLOCKS: Final = 2**31 - 1
-
-
-class FatalError(Exception):
-    """The scheduler can't go on as it is configured; the message is for the operator."""
 
 
 @dataclass
@@ -245,7 +240,7 @@ class Engine:
             self._probes.tick()
             try:
                 description = await self._shard.describe()
-                limits = self._resolve(description)
+                limits = resolve(self.config, description, self.scheduler.limits if self.scheduler else None)
                 number = description.epoch + 1
                 configuration = ConfigureRequest(
                     protocol_version=PROTOCOL_VERSION,
@@ -296,60 +291,6 @@ class Engine:
         metrics.SHARD_UP.set(1)
         self._probes.started = True
         self._probes.ready = not self._draining
-
-    def _resolve(self, shard: DescribeResponse) -> Limits:
-        config = self.config
-        if shard.protocol_version != PROTOCOL_VERSION:
-            message = f"the shard speaks protocol {shard.protocol_version}, the scheduler {PROTOCOL_VERSION}"
-            raise FatalError(f"{message}; run the same version of both")
-        if shard.world_size > len(config.shard_addresses):
-            raise FatalError(
-                f"the shard is one of {shard.world_size} ranks; give all of them in --shard-addresses"
-            )
-        block_bytes = shard.kv_bytes_per_token * config.block_size
-        if self.scheduler and config.num_gpu_blocks_override is None:
-            fits = self.scheduler.limits.num_blocks
-        else:
-            fits = min(shard.kv_capacity_bytes // block_bytes, MAX_BLOCKS)
-        num_blocks = config.num_gpu_blocks_override or fits
-        if not num_blocks:
-            raise FatalError(
-                f"no block fits: one takes {block_bytes} bytes and the "
-                f"shard has {shard.kv_capacity_bytes} for them; give it a larger --kv-cache-memory-bytes"
-            )
-        if num_blocks > fits:
-            raise FatalError(
-                f"--num-gpu-blocks-override {num_blocks} is above the {fits} blocks that fit the shard's "
-                f"{shard.kv_capacity_bytes} bytes for them"
-            )
-        max_model_len = config.max_model_len or shard.max_model_len
-        if max_model_len < 2:
-            raise FatalError("the model's context holds 1 token; prompt and output need 2 at least")
-        if max_model_len > shard.max_model_len:
-            raise FatalError(
-                f"--max-model-len {max_model_len} is above the {shard.max_model_len} tokens of the model"
-            )
-        on_gpu = shard.device != "cpu"
-        max_num_seqs = config.max_num_seqs or (256 if on_gpu else 64)
-        budget = config.max_num_batched_tokens or max(
-            4096 if on_gpu else 256, max_num_seqs + config.block_size
-        )
-        if budget < max_num_seqs + config.block_size:
-            raise FatalError(
-                f"--max-num-batched-tokens {budget} must be at least --max-num-seqs {max_num_seqs} "
-                f"plus --block-size {config.block_size}"
-            )
-        return Limits(
-            num_blocks,
-            config.block_size,
-            max_num_seqs,
-            budget,
-            max_model_len,
-            shard.vocab_size,
-            num_host_blocks=int(config.swap_space * (1 << 30)) // block_bytes,
-            preemption_mode=config.preemption_mode,
-            prefix_caching=config.enable_prefix_caching,
-        )
 
     async def _serve(self, epoch: _Epoch) -> None:
         receiver = asyncio.create_task(self._receive(epoch))

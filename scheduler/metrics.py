@@ -9,7 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from pagoda.shard.v1.shard_pb2 import ExecuteResponse
-from scheduler.scheduler import Limits, Scheduler
+from scheduler.limits import Limits
+from scheduler.scheduler import Scheduler
 from scheduler.step_plan import StepPlan
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ budget is spent, decodes before prefill chunks. So a victim is never in the comm
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from pagoda.shard.v1.shard_pb2 import ExecuteResponse, Sampled
@@ -21,6 +20,7 @@ from pagoda.v1.inference_pb2 import (
 from pagoda.v1.sampling_pb2 import PositionLogprobs
 from scheduler.beam_search import Candidate
 from scheduler.block_manager import BlockManager
+from scheduler.limits import Limits
 from scheduler.request import Request, Sequence, State
 from scheduler.step_plan import StepPlan, build_command, fork_command
 from scheduler.suspects import Suspects
@@ -28,27 +28,6 @@ from scheduler.totals import Totals
 
 # Of prompts, that one step returns at most: about 4 MiB on the wire.
 MAX_STEP_LOGPROBS: Final = 2**18
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one replica can hold and compute, and how it preempts."""
-
-    num_blocks: int
-    block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    vocab_size: int
-    num_host_blocks: int = 0
-    # "auto": recompute a request of one sequence, swap one of several.
-    preemption_mode: str = "auto"
-    prefix_caching: bool = True
-
-    @property
-    def watermark(self) -> int:
-        """Blocks that admission leaves available, so that running sequences can grow for a while: 1 %."""
-        return self.num_blocks // 100
 
 
 class SequenceResult(NamedTuple):

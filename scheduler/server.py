@@ -29,7 +29,8 @@ from common.tracing import TracingError, start_tracing
 from pagoda.scheduler.v1 import scheduler_pb2_grpc
 from scheduler import metrics
 from scheduler.config import SchedulerConfig
-from scheduler.engine import Engine, FatalError
+from scheduler.engine import Engine
+from scheduler.limits import FatalError
 from scheduler.service import SchedulerService
 from scheduler.shard_client import GrpcShardClient
 from scheduler.shard_group import ShardGroup

@@ -29,8 +29,8 @@ from scheduler.engine import Engine
 from scheduler.gateway.answer import Answer
 from scheduler.gateway.model import ServedModel
 from scheduler.gateway.submission import make_submit
+from scheduler.limits import Limits
 from scheduler.outbox import Outbox
-from scheduler.scheduler import Limits
 
 SERVICE: Final = "vllm.grpc.engine.VllmEngine"
 _ARCHIVE_CHUNK_BYTES: Final = 1 << 18

@@ -23,7 +23,7 @@ from pagoda.scheduler.v1.scheduler_pb2 import RequestKey, Submit
 from pagoda.v1.inference_pb2 import Choices, Constraint
 from pagoda.v1.sampling_pb2 import SamplingParams
 from scheduler.admission import RefusedError
-from scheduler.scheduler import Limits
+from scheduler.limits import Limits
 
 MAX_REQUEST_ID_LENGTH: Final = 128
 _SERVED: Final = ("request_id", "tokenized", "sampling_params", "stream")

@@ -7,7 +7,7 @@ from benchmarks.cost_model import CostModel
 from benchmarks.measurements import Histogram
 from benchmarks.sustainable import BASELINES, Machine, Search
 from benchmarks.traces import TRACES, Run, Trace, TraceRequest
-from scheduler.scheduler import Limits
+from scheduler.limits import Limits
 
 
 def machine(num_blocks: int = 200, num_host_blocks: int = 0, mode: str = "auto") -> Machine:

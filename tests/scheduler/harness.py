@@ -9,9 +9,10 @@ from pagoda.v1.inference_pb2 import BeamSearch, FinishReason
 from pagoda.v1.sampling_pb2 import PositionLogprobs, SamplingParams
 from scheduler.admission import make_request
 from scheduler.invariants import check
+from scheduler.limits import Limits
 from scheduler.outbox import Outbox
 from scheduler.request import Request
-from scheduler.scheduler import Limits, Scheduler
+from scheduler.scheduler import Scheduler
 from scheduler.step_plan import StepPlan
 from tests.scheduler.fake_shard import VOCAB_SIZE, FakeShard
 

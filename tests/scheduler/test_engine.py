@@ -15,8 +15,9 @@ from common.probes import Probes
 from pagoda.scheduler.v1.scheduler_pb2 import Abort, RequestRefused, Submit
 from pagoda.v1.inference_pb2 import FINISH_REASON_LENGTH, BeamSearch, FinishReason, PriorOutput
 from scheduler.config import SchedulerConfig
-from scheduler.engine import Engine, FatalError
+from scheduler.engine import Engine
 from scheduler.invariants import check
+from scheduler.limits import FatalError
 from scheduler.outbox import Outbox
 from scheduler.pace import Pace
 from tests.scheduler.fake_client import FakeShardClient, description

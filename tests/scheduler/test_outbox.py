@@ -50,7 +50,7 @@ async def test_a_slow_router_gets_each_outputs_tokens_in_order() -> None:
 
     messages = await taken(outbox)
 
-    order = []
+    order: list[int] = []
     for message in messages:
         order += message.outputs.token_ids
         order += [token for output in message.outputs.sequences for token in output.token_ids]
