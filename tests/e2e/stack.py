@@ -117,13 +117,17 @@ def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
 
 @contextmanager
 def launched(*flags: str, **environ: str) -> Iterator[Stack]:
-    """Starts `python -m launcher serve` on free ports; at the end no process of it is left."""
+    """Starts `python -m launcher serve` on free ports; at the end no process of it is left.
+
+    It ends with this process too, however that ends.
+    """
     ports = [f"--{one}-metrics-address=127.0.0.1:0" for one in PROCESSES]
     ports += ["--listen-address=127.0.0.1:0", "--http-address=127.0.0.1:0"]
-    command = [sys.executable, "-m", "launcher", "serve", *ports, *flags]
+    command = [sys.executable, "-m", "launcher", "serve", "--exit-with-parent", *ports, *flags]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
