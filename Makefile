@@ -18,7 +18,7 @@ INSTALL = @command -v $(PYTHON) >/dev/null \
 	|| { echo "$(PYTHON) not found: install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3"; exit 1; }; \
 	$(PYTHON) -m launcher.environment $(VENV)
 LISTS := pyproject.toml constraints.txt
-BENCHMARKS := kernels startup latency throughput serving router
+BENCHMARKS := kernels startup latency throughput serving http router
 
 .PHONY: help serve dev-stack chat test check format protos kernels bench bench-gpu gpu-there peers clean
 .DEFAULT_GOAL := help

@@ -16,8 +16,8 @@ from benchmarks.results import FOLDER, ROOT
 
 DOCUMENT: Final = ROOT / "docs" / "performance.md"
 PLOT: Final = ROOT / "docs" / "images" / "performance.png"
-NAMES: Final = ("throughput", "latency", "serving", "startup", "router", "kernels", "gpu")
-PLOTTED: Final = NAMES[:4]
+NAMES: Final = ("throughput", "latency", "serving", "http", "startup", "router", "kernels", "gpu")
+PLOTTED: Final = NAMES[:5]
 _PLACE: Final = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 Lines = list[dict[str, Any]]

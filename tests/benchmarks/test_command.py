@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import document, gpu, kernels, latency, serving, startup, throughput
+from benchmarks import document, gpu, http, kernels, latency, serving, startup, throughput
 from benchmarks.command import Parser, execute
 from benchmarks.results import Results
 
@@ -89,7 +89,7 @@ def test_no_gpu_is_one_line(capsys: Capture) -> None:
     assert not printed.out
 
 
-@pytest.mark.parametrize("module", [gpu, kernels, latency, serving, startup, throughput])
+@pytest.mark.parametrize("module", [gpu, http, kernels, latency, serving, startup, throughput])
 @pytest.mark.parametrize(
     ("flags", "status", "message"),
     [
@@ -110,7 +110,7 @@ def test_bad_flags_give_one_line(
     assert printed.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("module", [kernels, latency, serving, startup, throughput])
+@pytest.mark.parametrize("module", [http, kernels, latency, serving, startup, throughput])
 def test_one_model_is_measured(module: Any, capsys: Capture) -> None:
     with pytest.raises(SystemExit, match="2"):
         module.main(["--model=somewhere", "--model-shape=tiny"])
@@ -118,7 +118,7 @@ def test_one_model_is_measured(module: Any, capsys: Capture) -> None:
     assert "--model-shape: not allowed with argument --model" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", [latency, serving, startup, throughput])
+@pytest.mark.parametrize("module", [http, latency, serving, startup, throughput])
 def test_flags_of_the_server_are_words(module: Any, capsys: Capture) -> None:
     with pytest.raises(SystemExit, match="2"):
         module.main(['--serve-flags=--foo "'])
@@ -153,7 +153,7 @@ def test_plots_without_matplotlib_give_one_line(monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr().err.startswith("python -m benchmarks.document: plots need matplotlib")
 
 
-@pytest.mark.parametrize("module", [kernels, latency, serving, startup, throughput])
+@pytest.mark.parametrize("module", [http, kernels, latency, serving, startup, throughput])
 def test_a_model_that_is_not_there_gives_one_line(module: Any, tmp_path: Path, capsys: Capture) -> None:
     with pytest.raises(SystemExit, match="1"):
         module.main([f"--model={tmp_path}/none"])

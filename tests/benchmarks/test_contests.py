@@ -1,12 +1,13 @@
 """The benchmarks against others: they run small and print the lines they promise."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import document, gpu, kernels, latency, results, router, serving, throughput
+from benchmarks import document, gpu, http, kernels, latency, peers, results, router, serving, throughput
 from benchmarks.contest import contest
 from benchmarks.matmul_limit import LimitContender
 from benchmarks.random_model import random_model
@@ -162,6 +163,57 @@ def test_the_router_is_not_measured_without_its_shard(
         router.main([*TINY])
 
     assert "router-shard ended with status 2" in capsys.readouterr().err
+
+
+GENERATOR = """
+import json, urllib.request
+def load(options):
+    def run(message):
+        flags = dict(zip(message["flags"][::2], message["flags"][1::2]))
+        count = int(flags["--num-prompts"])
+        body = {"model": options["served_model_name"], "prompt": [5, 6], "max_tokens": 1}
+        for _ in range(count):
+            url = flags["--base-url"] + "/v1/completions"
+            request = urllib.request.Request(url, json.dumps(body).encode())
+            request.add_header("Content-Type", "application/json")
+            urllib.request.urlopen(request).close()
+        times = {"median_ttft_ms": 20.0, "p99_ttft_ms": 30.0, "median_tpot_ms": 5.0}
+        failed = options["failed"]
+        return {"completed": count - failed, "failed": failed, "output_throughput": 100.0, **times}
+    return run
+"""
+
+
+@pytest.fixture
+def generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A load generator that asks really; its options."""
+    options: dict[str, Any] = {"failed": 0}
+    (tmp_path / "scripted.py").write_text(GENERATOR)
+    recipe = peers.Recipe(str(tmp_path / "scripted"), (), options=options)
+    monkeypatch.setitem(peers.PEERS, http.GENERATOR, recipe)
+    monkeypatch.setattr(peers, "install", lambda name: Path(sys.executable))
+    return options
+
+
+def test_the_load_generator_asks_our_server_over_http(generator: dict[str, Any], capsys: Capture) -> None:
+    http.main([*TINY, "--peers"])
+
+    found = lines(capsys)
+    assert [(line["unit"], line["ours"]) for line in found] == [
+        ("output tok/s", 100.0),
+        ("s", 0.02),
+        ("s", 0.03),
+        ("s", 0.005),
+    ]
+
+
+def test_requests_that_fail_end_the_benchmark(generator: dict[str, Any], capsys: Capture) -> None:
+    generator["failed"] = 1
+
+    with pytest.raises(SystemExit):
+        http.main([*TINY, "--peers"])
+
+    assert "1 of 4 requests to 127.0.0.1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("work", ["offline", "long-tailed"])
