@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection
 from typing import Final
 
+from common import strict_json
 from common.sampling import FieldError
 from pagoda.v1.inference_pb2 import Choices, Constraint
 
@@ -46,7 +47,7 @@ def check_constraint(
 
 def _check_schema(text: str, field: str) -> None:
     try:
-        schema = json.loads(text, parse_constant=_refuse_constant)
+        schema = strict_json.loads(text)
         json.dumps(schema, ensure_ascii=False).encode()
     except RecursionError:
         raise FieldError(field, "is nested too deep") from None
@@ -56,10 +57,6 @@ def _check_schema(text: str, field: str) -> None:
         raise FieldError(field, f"is not JSON: {error}") from None
     if not isinstance(schema, dict | bool):
         raise FieldError(field, "must be a JSON object or a boolean")
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _check_choices(choices: Choices, field: str) -> None:

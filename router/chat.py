@@ -1,9 +1,9 @@
 """A client's chat, checked, in the form that Hugging Face's chat templates take."""
 
-import json
 from dataclasses import dataclass
 from typing import Any, Final
 
+from common import strict_json
 from pagoda.v1.inference_pb2 import Chat, ChatMessage, Tool, ToolCall
 from router.chat_template import RESERVED
 from router.errors import invalid
@@ -87,14 +87,10 @@ def _name(given: str, field: str) -> str:
 
 def _object(text: str, field: str) -> dict[str, Any]:
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = strict_json.loads(text)
     except (ValueError, RecursionError) as error:
         raise invalid(field, f"{text[:100]!r} must be a JSON object: {error}") from error
     if not isinstance(value, dict):
         raise invalid(field, f"{text[:100]!r} must be a JSON object")
     check_text(value, field)
     return value
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")

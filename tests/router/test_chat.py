@@ -70,7 +70,7 @@ def test_tools_are_functions_with_a_schema() -> None:
         (
             chat(tools=[Tool(name="f", parameters='{"a": NaN}')]),
             "tools[0].parameters",
-            "NaN is no JSON",
+            "NaN is not a number of JSON",
         ),
         (
             chat(tools=[Tool(name="f", parameters='{"a": ' + "[" * 100_000)]),
