@@ -88,7 +88,14 @@ def prometheus_config(watched: Sequence[ChildSpec]) -> dict[str, object]:
 
 
 def _provision(folder: Path, prometheus: str) -> None:
-    source = {"name": "Prometheus", "type": "prometheus", "url": f"http://{prometheus}", "isDefault": True}
+    source = {
+        "name": "Prometheus",
+        "type": "prometheus",
+        "url": f"http://{prometheus}",
+        "isDefault": True,
+        # Or rates are over a minute, as suits Grafana's default of 15 s.
+        "jsonData": {"timeInterval": SCRAPE_INTERVAL},
+    }
     dashboards = {"name": "Pagoda", "type": "file", "options": {"path": str(ROOT / "k8s/dashboards")}}
     for kind, document in (
         ("datasources", {"apiVersion": 1, "datasources": [source]}),

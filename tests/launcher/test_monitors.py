@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launcher.children import ChildSpec
-from launcher.monitors import check_monitors, monitor_specs
+from launcher.monitors import SCRAPE_INTERVAL, check_monitors, monitor_specs
 from launcher.preflight import ROOT, PreflightError
 
 WATCHED = [
@@ -83,5 +83,6 @@ def test_grafana_is_told_where_dashboards_and_figures_are(tmp_path: Path) -> Non
     (source,) = json.loads((folder / "datasources/pagoda.yaml").read_text())["datasources"]
     (provider,) = json.loads((folder / "dashboards/pagoda.yaml").read_text())["providers"]
     assert source["url"] == "http://127.0.0.1:9"
+    assert source["jsonData"] == {"timeInterval": SCRAPE_INTERVAL}
     assert provider["options"]["path"] == f"{ROOT}/k8s/dashboards"
     assert (spec.environ["GF_SERVER_HTTP_ADDR"], spec.environ["GF_SERVER_HTTP_PORT"]) == ("127.0.0.1", "10")
