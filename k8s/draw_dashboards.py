@@ -76,7 +76,9 @@ OVERVIEW: Final = Dashboard(
             "short",
             {
                 "{{job}} {{version}}": "count by (job, version) (pagoda_build_info)",
-                "{{name}} {{revision}}": 'count by (name, revision) (pagoda_model_info{name!=""})',
+                # Enough of the revision to tell them apart.
+                "{{name}} {{revision}}": "count by (name, revision) (label_replace("
+                'pagoda_model_info{name!=""}, "revision", "$1", "revision", "(.{12}).*"))',
             },
         ),
         Panel("Stale files", "short", {"{{files}} {{instance}}": "pagoda_stale_files"}),
