@@ -6,7 +6,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.command import BenchmarkError, Parser
+from benchmarks.command import BareParser, BenchmarkError
 from benchmarks.random_model import SHAPES, random_model
 from launcher.embedded_model import ImportFailedError, embedded_gguf, import_gguf
 from launcher.preflight import PreflightError
@@ -22,7 +22,7 @@ class Model:
     name: str
 
 
-def add_flags(parser: Parser) -> None:
+def add_flags(parser: BareParser) -> None:
     """Which model, where and in which type."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", type=Path, help="model folder or .gguf file; by default the embedded model")
