@@ -1,5 +1,6 @@
 """What /metrics says of a router. Label values are bounded, those of tenants too."""
 
+from itertools import product
 from typing import Final
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -44,6 +45,11 @@ TENANT_TOKENS: Final = Counter(
 )
 
 _tenants: set[str] = set()
+
+# There from the start: of a counter that its first event makes, no increase is seen.
+GENERATING: Final = ("Generate", "GenerateStream", "/v1/completions", "/v1/chat/completions")
+for _method, _code in product(GENERATING, ("OK", "INTERNAL", "UNAVAILABLE", "RESOURCE_EXHAUSTED")):
+    REQUESTS.labels(_method, _code)
 
 
 def count_tenant(tenant_id: str, usage: Usage) -> None:

@@ -28,6 +28,12 @@ def test_tenants_beyond_the_limit_are_one() -> None:
     assert first() == 1
 
 
+def test_the_first_failure_of_a_generation_is_an_increase() -> None:
+    counted = {tuple(one.labels.values()) for one in metrics.REQUESTS.collect()[0].samples}
+
+    assert counted >= {("GenerateStream", "INTERNAL"), ("/v1/chat/completions", "UNAVAILABLE")}
+
+
 async def test_a_request_counts_for_its_tenant_when_it_ends(client: Client) -> None:
     output = growth("pagoda_router_tenant_tokens_total", tenant="none", kind="output")
     prompt = growth("pagoda_router_tenant_tokens_total", tenant="none", kind="prompt")

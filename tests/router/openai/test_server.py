@@ -8,6 +8,8 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
+from pagoda.v1 import inference_pb2
+from router import metrics
 from router.openai import server
 from router.openai.server import MAX_HEADER_BYTES
 from tests.router.fake_scheduler import STOP
@@ -68,6 +70,12 @@ async def test_the_paths_are_published_with_valid_schemas(face: Face) -> None:
     }
     for schema in document["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)
+
+
+async def test_what_is_counted_from_the_start_is_served(face: Face) -> None:
+    paths = (await face.http.get("/openapi.json")).json()["paths"]
+    methods = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name
+    assert {*paths, *methods} >= set(metrics.GENERATING)
 
 
 async def test_no_header_tells_what_serves(face: Face) -> None:
