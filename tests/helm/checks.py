@@ -7,7 +7,10 @@ from tests.docs.generate import CONFIGS
 from tests.helm.chart import Object, containers, flags, pod_templates
 
 # By API group: what Kubernetes itself has no schema for.
-CUSTOM = ("leaderworkerset.x-k8s.io", "keda.sh", "cert-manager.io", "monitoring.coreos.com")
+CUSTOM = (
+    *("leaderworkerset.x-k8s.io", "keda.sh", "cert-manager.io", "monitoring.coreos.com"),
+    "gateway.networking.k8s.io",
+)
 # The oldest that the chart is for, and the newest that there are schemas of.
 VERSIONS = ("1.30", kubernetes_validate.latest_version())
 

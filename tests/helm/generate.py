@@ -60,12 +60,26 @@ def _option_schema(hint: Any, bounds: Bounds) -> dict[str, Any]:
     }
 
 
-def schema(text: str) -> str:
-    """values.schema.json with the options as the processes have them now."""
+def schema(text: str, source: str) -> str:
+    """values.schema.json with the options as the processes have them, and the values as values.yaml has them."""
     document = json.loads(text)
     for name, config in CONFIGS.items():
         document["$defs"][f"{name}Options"] = options_schema(config)
+    _require(document, yaml.safe_load(source))
     return json.dumps(document, indent=2) + "\n"
+
+
+def _require(node: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Asks for every value that has a default: only who sets it to null takes it away.
+
+    Requests and limits may be taken away.
+    """
+    if "properties" not in node or "requests" in defaults:
+        return
+    node["required"] = sorted(defaults)
+    for name, value in defaults.items():
+        if isinstance(value, dict):
+            _require(node["properties"][name], value)
 
 
 def values(text: str) -> Iterator[tuple[str, str, str]]:
@@ -117,7 +131,7 @@ def copied() -> dict[Path, bytes]:
 
 def main() -> None:
     """Writes all of it."""
-    SCHEMA.write_text(schema(SCHEMA.read_text()))
+    SCHEMA.write_text(schema(SCHEMA.read_text(), (CHART / "values.yaml").read_text()))
     README.write_text(readme(README.read_text(), (CHART / "values.yaml").read_text()))
     for path in copied():
         path.unlink()

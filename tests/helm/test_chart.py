@@ -1,6 +1,8 @@
 """What the chart renders is what Kubernetes takes, and what the processes take."""
 
 import json
+import re
+from typing import Any
 
 import pytest
 import yaml
@@ -19,7 +21,7 @@ from tests.helm.chart import (
 )
 from tests.helm.checks import CUSTOM, VERSIONS, check_flags, check_mounts, check_objects
 from tests.helm.tools import ROOT
-from tests.k8s.promql import unknown_metrics
+from tests.k8s.promql import rules, unknown_metrics
 
 
 @pytest.fixture(params=INSTALLATIONS)
@@ -173,7 +175,8 @@ def test_every_gpu_has_one_shard() -> None:
 
 def test_a_scheduler_knows_the_shards_of_all_its_nodes() -> None:
     scheduler = container(
-        objects(replica__nodes=2, replica__tensorParallelSize=4, replica__gpus=2), "scheduler"
+        objects(image__shard='"gpu"', replica__nodes=2, replica__tensorParallelSize=4, replica__gpus=2),
+        "scheduler",
     )
 
     other = "$(POD_NAME)-1.pagoda-replica.models.svc"
@@ -294,14 +297,137 @@ def test_monitors_ask_every_process_of_a_pod() -> None:
 def test_rules_and_dashboards_are_those_of_the_repository() -> None:
     rendered = objects(monitoring__rules="true", monitoring__dashboards="true")
 
-    rules = [one["spec"] for one in of_kind(rendered, "PrometheusRule")]
-    assert rules == [yaml.safe_load(path.read_text()) for path in (ROOT / "k8s" / "rules").glob("*.yaml")]
+    specs = [one["spec"] for one in of_kind(rendered, "PrometheusRule")]
+    assert specs == [yaml.safe_load(path.read_text()) for path in (ROOT / "k8s" / "rules").glob("*.yaml")]
     dashboards = [one["data"] for one in of_kind(rendered, "ConfigMap")]
     files = sorted((ROOT / "k8s" / "dashboards").glob("*.json"))
     assert [list(data) for data in dashboards] == [[path.name] for path in files]
     assert [json.loads(data[path.name]) for data, path in zip(dashboards, files, strict=True)] == [
         json.loads(path.read_text()) for path in files
     ]
+
+
+@pytest.mark.parametrize("settings", [{}, {"fullnameOverride": '"llm"'}], ids=["by default", "renamed"])
+def test_the_alert_of_processes_finds_the_jobs_of_monitors(settings: dict[str, str]) -> None:
+    (alert,) = (rule for rule in rules() if rule.get("alert") == "PagodaProcessDown")
+    (wanted,) = re.findall(r'job=~"([^"]+)"', alert["expr"])
+
+    monitors = of_kind(objects(monitoring__podMonitors="true", **settings), "PodMonitor")
+
+    jobs = [
+        relabeling["replacement"]
+        for monitor in monitors
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]
+        for relabeling in endpoint["relabelings"]
+        if relabeling["targetLabel"] == "job"
+    ]
+    assert len(set(jobs)) == 3
+    assert all(re.fullmatch(wanted, job) for job in jobs)
+
+
+def test_a_prometheus_picks_monitors_and_rules_by_their_labels() -> None:
+    rendered = objects(
+        monitoring='{"podMonitors": true, "rules": true, "labels": {"release": "kube-prometheus-stack"}}'
+    )
+
+    made = of_kind(rendered, "PodMonitor") + of_kind(rendered, "PrometheusRule")
+    assert len(made) == 4
+    assert {one["metadata"]["labels"]["release"] for one in made} == {"kube-prometheus-stack"}
+
+
+def test_releases_of_one_namespace_share_no_object() -> None:
+    def made(release: str) -> set[tuple[str, str]]:
+        values = ("--set", "tls.internal.certManager=true", "--set", "monitoring.podMonitors=true")
+        text = helm("template", release, str(CHART), *values)
+        objects = [one for one in yaml.safe_load_all(text) if one]
+        secrets = {("Secret", one["spec"]["secretName"]) for one in of_kind(objects, "Certificate")}
+        return secrets | {(one["kind"], one["metadata"]["name"]) for one in objects}
+
+    first, second = made("pagoda"), made("other")
+
+    assert ("Secret", "pagoda-replica-tls") in first
+    assert not first & second
+
+
+@pytest.mark.parametrize(
+    ("settings", "secrets"),
+    [
+        ([], ["pagoda-router-tls", "pagoda-replica-tls", "pagoda-public-tls", "pagoda-api-keys"]),
+        (["tls.internal.certManager=true"], ["pagoda-public-tls", "pagoda-api-keys"]),
+    ],
+    ids=["by hand", "with cert-manager"],
+)
+def test_the_notes_name_each_secret_that_is_missing(settings: list[str], secrets: list[str]) -> None:
+    values = [word for setting in settings for word in ("--set", setting)]
+
+    notes = helm("install", "pagoda", str(CHART), "--dry-run=client", *values).partition("NOTES:")[2]
+
+    assert re.findall(r"pagoda-[\w-]+-(?:tls|keys)", notes.partition("Secrets")[2]) == secrets
+
+
+def test_a_digest_gets_no_tag() -> None:
+    image = "pagoda-router@sha256:" + "0" * 64
+
+    assert container(objects(image__router=f'"{image}"'), "router")["image"] == image
+
+
+@pytest.mark.parametrize(
+    ("settings", "device"),
+    [
+        ({"replica__gpus": 1, "image__shard": '"gpu"'}, "cuda"),
+        ({"replica__shard__options": '{"device": "cpu"}'}, "cpu"),
+        ({}, None),
+    ],
+)
+def test_who_requests_gpus_never_computes_on_cpus(settings: dict[str, Any], device: str | None) -> None:
+    assert flags(container(objects(**settings), "shard")).get("--device") == device
+
+
+def test_metrics_are_closed_where_nobody_monitors() -> None:
+    policies = of_kind(objects(networkPolicy__monitoring="[]"), "NetworkPolicy")
+
+    ports = [port["port"] for one in policies for rule in one["spec"]["ingress"] for port in rule["ports"]]
+    assert sorted(map(str, ports)) == ["50052", "grpc", "http"]
+
+
+def test_downloads_reach_the_ports_of_their_urls() -> None:
+    urls = ("https://host/a", "https://host/b", "http://host/c", "https://host:8443/d")
+    files = [{"url": url, "sha256": "0" * 64} for url in urls]
+
+    policies = of_kind(objects(model__source='"download"', model__files=json.dumps(files)), "NetworkPolicy")
+
+    for one in policies:
+        assert [port["port"] for port in one["spec"]["egress"][-1]["ports"]] == [443, 80, 8443]
+
+
+def test_pods_are_spread_by_their_own_labels() -> None:
+    constraint = '[{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}]'
+
+    rendered = objects(replica__topologySpreadConstraints=constraint)
+
+    for template in pod_templates(rendered):
+        (spread,) = template["spec"]["topologySpreadConstraints"]
+        assert spread["labelSelector"]["matchLabels"] == template["metadata"]["labels"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "port"), [("HTTPRoute", "http"), ("GRPCRoute", "grpc"), ("Ingress", "http")]
+)
+def test_what_leads_to_routers_names_a_port_of_their_service(kind: str, port: str) -> None:
+    rendered = objects(
+        router__ingress='{"enabled": true, "host": "llm.example"}',
+        router__gateway='{"parentRefs": [{"name": "public"}]}',
+    )
+
+    (one,) = of_kind(rendered, kind)
+    (service,) = [each for each in of_kind(rendered, "Service") if each["spec"].get("clusterIP") != "None"]
+    numbers = {each["name"]: each["port"] for each in service["spec"]["ports"]}
+    (rule,) = one["spec"]["rules"]
+    if kind == "Ingress":
+        backend = rule["http"]["paths"][0]["backend"]["service"]
+        assert backend == {"name": service["metadata"]["name"], "port": {"name": port}}
+    else:
+        assert rule["backendRefs"] == [{"name": service["metadata"]["name"], "port": numbers[port]}]
 
 
 def test_names_have_pagoda_in_them() -> None:

@@ -19,6 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "download": {
         "model__source": '"download"',
         "model__files": json.dumps([{"url": "https://host/config.json", "sha256": "0" * 64}]),
+        "model__env": '[{"name": "https_proxy", "value": "http://proxy:3128"}]',
     },
     "host path": {"model__source": '"hostPath"', "model__hostPath": '"/models"', "model__subPath": '"llama"'},
     "routers by CPU": {"router__autoscaling__enabled": "true"},
@@ -37,6 +38,41 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "replica__runtimeClassName": '"nvidia"',
         "replica__podAnnotations": '{"a": "b"}',
         "router__nodeSelector": '{"pool": "small"}',
+        "replica__priorityClassName": '"high"',
+        "replica__topologySpreadConstraints": (
+            '[{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}]'
+        ),
+        "router__topologySpreadConstraints": "[]",
+    },
+    "further volumes": {
+        **{
+            f"{pods}__volumes": '[{"name": "more", "configMap": {"name": "more"}}]'
+            for pods in ("router", "replica")
+        },
+        **{
+            f"{one}__{name}": value
+            for one in ("router", "replica__scheduler", "replica__shard")
+            for name, value in (
+                ("volumeMounts", '[{"name": "more", "mountPath": "/more"}]'),
+                ("envFrom", '[{"secretRef": {"name": "more"}}]'),
+            )
+        },
+    },
+    "pod labels": {
+        "router": '{"podLabels": {"team": "a"}, "podAnnotations": {"a": "b"}}',
+        "replica__podLabels": '{"team": "a"}',
+    },
+    "ingress": {
+        "router__ingress": (
+            '{"enabled": true, "host": "llm.example", "className": "nginx", "tlsSecret": "llm",'
+            ' "annotations": {"a": "b"}}'
+        ),
+    },
+    "gateway": {
+        "router__gateway": (
+            '{"parentRefs": [{"name": "public"}], "httpHostnames": ["llm.example"],'
+            ' "grpcHostnames": ["grpc.example"]}'
+        ),
     },
     "options": {
         "router__options": '{"log-requests": "summary", "trace-sample-ratio": 0.5}',

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.helm import generate
-from tests.helm.chart import CHART, RenderError, render
+from tests.helm.chart import CHART, RenderError, container, objects, render
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from tests.helm.chart import CHART, RenderError, render
         ({"model__claim": '""'}, "model.claim is empty"),
         ({"model__files": '[{"url": "https://host/a", "sha256": "1"}]'}, "'1' does not match pattern"),
         (
-            {"replica__tensorParallelSize": 4, "replica__gpus": 8},
+            {"replica__tensorParallelSize": 4, "replica__gpus": 8, "image__shard": '"gpu"'},
             "replica.tensorParallelSize 4 must be replica.gpus 8 times replica.nodes 1",
         ),
         (
@@ -37,6 +37,16 @@ from tests.helm.chart import CHART, RenderError, render
         ({"replica__tensorParallelSize": 128}, "replica.tensorParallelSize 128 is over 64 shards"),
         ({"apiKeys__enabled": "false"}, "enable apiKeys or tls.public.clientCertificates"),
         ({"replica__autoscaling__minReplicas": 5}, "replica.autoscaling.minReplicas 5 is over maxReplicas 4"),
+        ({"model__name": "null"}, "at '/model': missing property 'name'"),
+        ({"replica__shard": "null"}, "at '/replica': missing property 'shard'"),
+        ({"model__subPath": '"a/../../b"'}, 'model.subPath "a/../../b" must be within'),
+        ({"router__ingress__enabled": "true"}, "router.ingress.host is empty"),
+        ({"router__podLabels": '{"app.kubernetes.io/name": "x"}'}, "'app.kubernetes.io/name'"),
+        ({"replica__gpus": 1}, "image.shard pagoda-shard-cpu computes on CPUs"),
+        (
+            {"router__autoscaling__enabled": "true", "router__resources__requests__cpu": "null"},
+            "router.autoscaling needs router.resources.requests.cpu",
+        ),
         ({"router__autoscaling__minReplicas": 9}, "router.autoscaling.minReplicas 9 is over maxReplicas 8"),
     ],
 )
@@ -47,6 +57,12 @@ def test_a_wrong_value_is_named_with_its_limit(settings: dict[str, Any], message
     assert message in str(refused.value)
 
 
+def test_limits_may_be_taken_away() -> None:
+    router = container(objects(router__resources__limits="null"), "router")
+
+    assert list(router["resources"]) == ["requests"]
+
+
 def test_the_schema_is_one() -> None:
     jsonschema.Draft7Validator.check_schema(json.loads(generate.SCHEMA.read_text()))
 
@@ -54,7 +70,9 @@ def test_the_schema_is_one() -> None:
 def test_the_schema_has_every_option_of_the_processes() -> None:
     text = generate.SCHEMA.read_text()
 
-    assert text == generate.schema(text), "run `python -m tests.helm.generate`"
+    assert text == generate.schema(text, (CHART / "values.yaml").read_text()), (
+        "run `python -m tests.helm.generate`"
+    )
 
 
 def test_every_value_is_explained() -> None:

@@ -1,4 +1,3 @@
-{{- /* Alerts find jobs by "pagoda" in it. */}}
 {{- define "pagoda.name" -}}
 {{- $name := ternary .Release.Name (printf "%s-pagoda" .Release.Name) (contains "pagoda" .Release.Name) -}}
 {{ default $name .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
@@ -9,11 +8,18 @@
 {{ include "pagoda.name" . }}-scheduler.{{ .Release.Namespace }}.svc
 {{- end }}
 
+{{- /* (list $ "router"): the Secret with its certificate between pods. Each release has its own. */}}
+{{- define "pagoda.internalSecret" -}}
+{{- $root := index . 0 -}}
+{{- $part := index . 1 -}}
+{{ default (printf "%s-%s-tls" (include "pagoda.name" $root) $part) (index $root.Values.tls.internal (printf "%sSecret" $part)) }}
+{{- end }}
+
 {{- define "pagoda.serviceAccount" -}}
 {{ default (include "pagoda.name" .) .Values.serviceAccount.name }}
 {{- end }}
 
-{{- /* Of a component: (list $ "router"). Pods have no other labels, so that a new chart alone restarts none. */}}
+{{- /* Of a component: (list $ "router"). The chart gives pods no others, so that a new one restarts none. */}}
 {{- define "pagoda.selector" -}}
 {{- $root := index . 0 -}}
 app.kubernetes.io/name: pagoda
@@ -40,7 +46,8 @@ labels:
 
 {{- define "pagoda.image" -}}
 {{- $root := index . 0 -}}
-{{ $root.Values.image.prefix }}{{ index . 1 }}:{{ default $root.Chart.AppVersion $root.Values.image.tag }}
+{{ $root.Values.image.prefix }}{{ index . 1 }}
+{{- if not (contains "@" (index . 1)) }}:{{ default $root.Chart.AppVersion $root.Values.image.tag }}{{ end }}
 {{- end }}
 
 {{- /* What the replica of a release is: an object with a scale. */}}

@@ -58,7 +58,34 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
+{{- /* (list $ "router"): labels and annotations of the pods of a component. */}}
+{{- define "pagoda.podMetadata" -}}
+{{- $pods := index (index . 0).Values (index . 1) -}}
+metadata:
+  labels:
+    {{- include "pagoda.selector" . | nindent 4 }}
+    {{- with $pods.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with $pods.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+
+{{- /* (list $ "router"): where the pods of a component run. */}}
 {{- define "pagoda.placement" -}}
+{{- $own := dict "labelSelector" (dict "matchLabels" (include "pagoda.selector" . | fromYaml)) -}}
+{{- with index (index . 0).Values (index . 1) }}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- range . }}
+  - {{ merge (deepCopy .) $own | toYaml | nindent 4 | trim }}
+  {{- end }}
+{{- end }}
 {{- with .nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
@@ -69,6 +96,15 @@ tolerations:
 {{- end }}
 {{- with .affinity }}
 affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* A container's values: variables from elsewhere. */}}
+{{- define "pagoda.envFrom" -}}
+{{- with .envFrom }}
+envFrom:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
@@ -104,6 +140,10 @@ initContainers:
       - {{ printf "%s:%s" .sha256 .url | quote }}
       {{- end }}
       {{- end }}
+    {{- with $root.Values.model.env }}
+    env:
+      {{- toYaml . | nindent 6 }}
+    {{- end }}
     {{- include "pagoda.containerSecurity" $root | nindent 4 }}
     resources:
       requests: {cpu: 100m, memory: 128Mi}

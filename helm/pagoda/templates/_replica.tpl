@@ -56,6 +56,9 @@
     {{- toYaml . | nindent 4 }}
     {{- end }}
   {{- end }}
+  {{- with include "pagoda.envFrom" $replica.scheduler | trim }}
+  {{- . | nindent 2 }}
+  {{- end }}
   ports:
     - {name: scheduler, containerPort: 50052}
     - {name: metrics, containerPort: 9102}
@@ -67,6 +70,9 @@
     - {name: tmp, mountPath: /tmp}
     {{- if $tls.enabled }}
     - {name: tls-replica, mountPath: /tls/replica, readOnly: true}
+    {{- end }}
+    {{- with $replica.scheduler.volumeMounts }}
+    {{- toYaml . | nindent 4 }}
     {{- end }}
 {{- end }}
 
@@ -99,6 +105,9 @@
     - --insecure
     {{- end }}
     {{- end }}
+    {{- if and $replica.gpus (not $replica.shard.options.device) }}
+    - --device=cuda
+    {{- end }}
     {{- with include "pagoda.flags" $replica.shard.options | trim }}
     {{- . | nindent 4 }}
     {{- end }}
@@ -113,6 +122,9 @@
     {{- with $replica.shard.env }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+  {{- with include "pagoda.envFrom" $replica.shard | trim }}
+  {{- . | nindent 2 }}
+  {{- end }}
   ports:
     {{- if $across }}
     {{- range $rank := until (include "pagoda.localRanks" . | int) }}
@@ -139,6 +151,9 @@
     {{- if and $across $tls.enabled }}
     - {name: tls-replica, mountPath: /tls/replica, readOnly: true}
     {{- end }}
+    {{- with $replica.shard.volumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end }}
 
 {{- /* (list $ leads): a pod template; without a scheduler where it doesn't lead. */}}
@@ -147,13 +162,7 @@
 {{- $leads := index . 1 -}}
 {{- $replica := $root.Values.replica -}}
 {{- $tls := $root.Values.tls.internal -}}
-metadata:
-  labels:
-    {{- include "pagoda.selector" (list $root "replica") | nindent 4 }}
-  {{- with $replica.podAnnotations }}
-  annotations:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+{{- include "pagoda.podMetadata" (list $root "replica") }}
 spec:
   {{- include "pagoda.podSecurity" $root | nindent 2 }}
   # The scheduler's grace, the shards' 10 s more, and what closing takes.
@@ -161,7 +170,7 @@ spec:
   {{- with $replica.runtimeClassName }}
   runtimeClassName: {{ . }}
   {{- end }}
-  {{- with include "pagoda.placement" $replica | trim }}
+  {{- with include "pagoda.placement" (list $root "replica") | trim }}
   {{- . | nindent 2 }}
   {{- end }}
   {{- with include "pagoda.download" (list $root true) | trim }}
@@ -181,6 +190,9 @@ spec:
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: {{ $replica.shard.sharedMemorySize }}}
     {{- if $tls.enabled }}
-    {{- include "pagoda.secretVolume" (list "tls-replica" $tls.replicaSecret) | nindent 4 }}
+    {{- include "pagoda.secretVolume" (list "tls-replica" (include "pagoda.internalSecret" (list $root "replica"))) | nindent 4 }}
+    {{- end }}
+    {{- with $replica.volumes }}
+    {{- toYaml . | nindent 4 }}
     {{- end }}
 {{- end }}
