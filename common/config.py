@@ -166,7 +166,8 @@ def _yaml_section(path: Path, service: str, cls: type[Any]) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: not YAML: {error}") from error
+        # On one line, as all that ends a process.
+        raise ConfigError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from error
     sections = {} if document is None else document
     if isinstance(sections, dict) and (
         strange := [key for key in sections if key not in (*SECTIONS, service)]

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common.rpc import is_local
+from common.rpc import AddressError, is_local
 from launcher.children import CLOSING_S, ChildSpec
 from launcher.preflight import ROOT, PreflightError
 
@@ -31,7 +31,11 @@ def check_monitors(addresses: Mapping[str, str | None]) -> None:
     for option, address in addresses.items():
         if not address:
             continue
-        if not is_local(address):
+        try:
+            local = is_local(address)
+        except AddressError as error:
+            raise PreflightError(f"--{option}: {error}") from error
+        if not local:
             raise PreflightError(f"--{option} {address}: it asks for no password, so only for this machine")
         name = option.partition("-")[0]
         for program, package in ((name, name), (_TETHER[0], "util-linux")):

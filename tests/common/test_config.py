@@ -110,6 +110,7 @@ def test_a_wrong_flag_ends_the_process_with_one_line(
         ("example: {my-size: 2, my_size: 3}", "'my_size' stands there twice"),
         ("example: {my_size: 2, my-size: 3}", "'my-size' stands there twice"),
         ("example: {[size]: 2}", "not YAML"),
+        ("example: [\n", "while parsing a flow node expected the node content"),
         ("router: {size: 2, size: 3}", "'size' stands there twice"),
     ],
 )

@@ -55,6 +55,11 @@ def test_what_asks_for_no_password_is_for_this_machine() -> None:
         check_monitors(wanted("0.0.0.0:9090"))
 
 
+def test_what_is_no_address_is_named_with_its_option() -> None:
+    with pytest.raises(PreflightError, match=r"--prometheus-address: 'nowhere' is not HOST:PORT"):
+        check_monitors(wanted("nowhere"))
+
+
 def test_a_grafana_without_a_prometheus_has_nothing_to_show() -> None:
     with pytest.raises(PreflightError, match=r"--grafana-address needs --prometheus-address"):
         check_monitors(wanted(None, "127.0.0.1:3000"))
