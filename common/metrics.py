@@ -15,6 +15,9 @@ RELOADS: Final = Counter("pagoda_reloads", "Files that changed, read anew", ["fi
 STALE: Final = Gauge(
     "pagoda_stale_files", "1 while changed files are broken and what was read before stays in use", ["files"]
 )
+EXPIRY: Final = Gauge(
+    "pagoda_certificate_expiry_timestamp_seconds", "Unix time at which the own certificate expires", ["files"]
+)
 
 
 def set_model(revision: str, dtype: str, name: str = "") -> None:

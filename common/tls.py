@@ -11,6 +11,8 @@ from typing import Any
 
 import grpc
 
+from common import metrics
+from common.certificates import first_expiry
 from common.config import ConfigError
 from common.reload import Reloading, read_file
 
@@ -47,6 +49,8 @@ class _Files:
             raise ConfigError(f"{given} needs {missing}")
         paths = [path for path in (certificate, key, ca) if path is not None]
         self.current = Reloading(prefix, paths, self._read).current
+        if certificate is not None:
+            metrics.EXPIRY.labels(prefix).set_function(lambda: first_expiry(self.current().certificate))
 
     def _read(self) -> _Identity:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -34,18 +34,22 @@ class Authority:
         )
         replace(self.file, self._signed(certificate))
 
-    def issue(self, name: str, host: str = "localhost") -> Pair:
-        """A pair for `host` and 127.0.0.1 in `NAME.pem` and `NAME.key`; replaces an older one."""
+    def issue(self, name: str, host: str = "localhost", days: int = 1) -> Pair:
+        """A pair for `host` and 127.0.0.1 in `NAME.pem` and `NAME.key`, for so long; replaces an older one."""
         key = ec.generate_private_key(ec.SECP256R1())
         names = [x509.DNSName(host), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        certificate = self._builder(subject, key).add_extension(x509.SubjectAlternativeName(names), False)
+        certificate = self._builder(subject, key, days).add_extension(
+            x509.SubjectAlternativeName(names), False
+        )
         pair = Pair(self._folder / f"{name}.pem", self._folder / f"{name}.key")
         replace(pair.key, private_bytes(key))
         replace(pair.certificate, self._signed(certificate))
         return pair
 
-    def _builder(self, subject: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+    def _builder(
+        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, days: int = 1
+    ) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.UTC)
         return (
             x509.CertificateBuilder()
@@ -54,7 +58,7 @@ class Authority:
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - DAY)
-            .not_valid_after(now + DAY)
+            .not_valid_after(now + days * DAY)
         )
 
     def _signed(self, certificate: x509.CertificateBuilder) -> bytes:

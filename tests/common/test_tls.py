@@ -6,6 +6,7 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
@@ -16,6 +17,7 @@ import grpc
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import REGISTRY
 
 from common.config import ConfigError
 from common.rpc import (
@@ -30,7 +32,7 @@ from common.rpc import (
     check_listener,
 )
 from common.tls import ClientTls, ServerTls, client_tls, server_tls
-from tests.authority import Authority, private_bytes, replace
+from tests.authority import DAY, Authority, private_bytes, replace
 from tests.docs.pages import blocks
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -212,6 +214,21 @@ def test_a_new_certificate_waits_for_its_key(ca: Authority, tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
+def test_monitoring_sees_a_certificate_expire_without_a_connection(ca: Authority) -> None:
+    def days_left() -> int:
+        expiry = REGISTRY.get_sample_value("pagoda_certificate_expiry_timestamp_seconds", {"files": "tls"})
+        assert expiry is not None
+        return round((expiry - time.time()) / DAY.total_seconds())
+
+    tls = server_of(ca)
+    assert days_left() == 1
+
+    ca.issue("server", days=3)
+
+    assert days_left() == 3
+    del tls
+
+
 def test_the_certificates_of_the_documentation_work(tmp_path: Path) -> None:
     (script,) = [block for block in blocks("docs/security.md", "sh") if "openssl" in block]
     subprocess.run(["bash", "-ec", script], cwd=tmp_path, check=True, capture_output=True, timeout=60)
