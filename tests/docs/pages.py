@@ -1,18 +1,21 @@
 """README.md and docs/*.md, taken apart."""
 
 import re
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
     path.relative_to(ROOT).as_posix(): path for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
 }
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# Within an item of a list, it is indented.
+_FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
 
 def blocks(page: str, language: str) -> list[str]:
     """The fenced blocks of one language, in order."""
-    return [match[2] for match in _FENCE.finditer(PAGES[page].read_text()) if match[1] == language]
+    fences = _FENCE.finditer(PAGES[page].read_text())
+    return [textwrap.dedent(match[3]) for match in fences if match[2] == language]
 
 
 def prose(page: str) -> str:

@@ -29,7 +29,11 @@ CODE = ("common", "kernels", "launcher", "router", "scheduler", "shard")
 OTHER_FLAGS = {"--config", "--help", "--id", "--prefix", "--python_out", "--grpc_python_out"}
 # Of Docker, kind, kubectl and Helm.
 OTHER_FLAGS |= {"--build-arg", "--file", "--filename", "--from-file"}
-OTHER_FLAGS |= {"--set", "--tag", "--target", "--values"}
+OTHER_FLAGS |= {"--set", "--tag", "--target", "--values", "--cert", "--key"}
+OTHER_FLAGS |= {"--container", "--containers", "--dry-run", "--previous", "--replicas", "--selector"}
+OTHER_FLAGS |= {"--sort-by", "--tail"}
+# Of NVIDIA's program.
+OTHER_FLAGS |= {"--format", "--query-gpu"}
 # Of the SMG gateway.
 OTHER_FLAGS |= {"--host", "--port", "--prometheus-host", "--worker-urls"}
 # Of the benchmarks.
