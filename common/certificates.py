@@ -1,4 +1,4 @@
-"""When certificates expire, read from their DER (RFC 5280, section 4.1): a library for it would be far larger."""
+"""When certificates expire, read from their DER (RFC 5280, section 4.1), which needs no library."""
 
 import datetime
 import re

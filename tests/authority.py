@@ -35,7 +35,7 @@ class Authority:
         replace(self.file, self._signed(certificate))
 
     def issue(self, name: str, host: str = "localhost", days: int = 1) -> Pair:
-        """A pair for `host` and 127.0.0.1 in `NAME.pem` and `NAME.key`, for so long; replaces an older one."""
+        """A pair for `host` and 127.0.0.1 in `NAME.pem` and `NAME.key`, for `days`; replaces an older one."""
         key = ec.generate_private_key(ec.SECP256R1())
         names = [x509.DNSName(host), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])

@@ -61,7 +61,7 @@ def _option_schema(hint: Any, bounds: Bounds) -> dict[str, Any]:
 
 
 def schema(text: str, source: str) -> str:
-    """values.schema.json with the options as the processes have them, and the values as values.yaml has them."""
+    """values.schema.json with the options as the processes have them, and the values of values.yaml."""
     document = json.loads(text)
     for name, config in CONFIGS.items():
         document["$defs"][f"{name}Options"] = options_schema(config)

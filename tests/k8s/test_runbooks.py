@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from tests.docs.pages import PAGES, blocks, prose
-from tests.helm.chart import Object, container, objects, of_kind, pod_templates
-from tests.helm.generate import CHART, values
+from tests.helm.chart import CHART, Object, container, objects, of_kind, pod_templates
+from tests.helm.generate import values
 from tests.k8s.test_rules import promtool
 
 RUNBOOKS = [page for page in PAGES if page.startswith("docs/runbooks/")]
