@@ -6,7 +6,9 @@ from typing import Final
 from k8s.grafana import Dashboard, Panel, as_json, mean, quantiles, rate
 
 FOLDER: Final = Path(__file__).with_name("dashboards")
-_FAULTS: Final = 'pagoda_router_requests_total{code=~"INTERNAL|UNAVAILABLE|UNKNOWN"}'
+# Who asks for health is no client.
+_CALLS: Final = 'pagoda_router_requests_total{method!="/health"}'
+_FAULTS: Final = 'pagoda_router_requests_total{code=~"INTERNAL|UNAVAILABLE|UNKNOWN", method!="/health"}'
 
 OVERVIEW: Final = Dashboard(
     "pagoda-overview",
@@ -16,7 +18,7 @@ OVERVIEW: Final = Dashboard(
         Panel(
             "Calls that failed through no fault of the client's",
             "percentunit",
-            {"failed": f"({rate(_FAULTS)} or vector(0)) / {rate('pagoda_router_requests_total')}"},
+            {"failed": f"({rate(_FAULTS)} or vector(0)) / {rate(_CALLS)}"},
         ),
         Panel("Errors", "reqps", {"{{reason}}": rate("pagoda_router_errors_total", "reason")}, stacked=True),
         Panel(

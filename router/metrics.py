@@ -44,12 +44,23 @@ TENANT_TOKENS: Final = Counter(
     "pagoda_router_tenant_tokens", "Tokens of requests that ended, by API key", ["tenant", "kind"]
 )
 
+# What alerts count as no fault of a client's.
+FAULTS: Final = ("INTERNAL", "UNAVAILABLE", "UNKNOWN")
+
 _tenants: set[str] = set()
 
 # There from the start: of a counter that its first event makes, no increase is seen.
 GENERATING: Final = ("Generate", "GenerateStream", "/v1/completions", "/v1/chat/completions")
 for _method, _code in product(GENERATING, ("OK", "INTERNAL", "UNAVAILABLE", "RESOURCE_EXHAUSTED")):
     REQUESTS.labels(_method, _code)
+
+
+def count_call(method: str, code: str, seconds: float) -> None:
+    """Counts a call that ended. From then on its method has all faults, whose first is an increase."""
+    for one in FAULTS:
+        REQUESTS.labels(method, one)
+    REQUESTS.labels(method, code).inc()
+    REQUEST_DURATION.labels(method).observe(seconds)
 
 
 def count_tenant(tenant_id: str, usage: Usage) -> None:

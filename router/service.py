@@ -72,8 +72,7 @@ class InferenceService:
                 code = error.code.name
                 metrics.ERRORS.labels(error.reason).inc()
             finally:
-                metrics.REQUESTS.labels(name, code).inc()
-                metrics.REQUEST_DURATION.labels(name).observe(time.monotonic() - start)
+                metrics.count_call(name, code, time.monotonic() - start)
             await _abort(context, error)
             return None
 

@@ -119,8 +119,7 @@ class Calls:
             self._open_calls.close()
             # Of a set that is bounded, whatever paths clients try.
             method = getattr(scope.get("route"), "path", "other")
-            metrics.REQUESTS.labels(method, call.code).inc()
-            metrics.REQUEST_DURATION.labels(method).observe(time.monotonic() - start)
+            metrics.count_call(method, call.code, time.monotonic() - start)
 
     async def _answer(self, scope: Scope, receive: Receive, writer: "_Writer", call: Call) -> None:
         """Runs the application until it is done or its client is gone.

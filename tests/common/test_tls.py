@@ -17,7 +17,6 @@ import grpc
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from prometheus_client import REGISTRY
 
 from common.config import ConfigError
 from common.rpc import (
@@ -34,6 +33,7 @@ from common.rpc import (
 from common.tls import ClientTls, ServerTls, client_tls, server_tls
 from tests.authority import DAY, Authority, private_bytes, replace
 from tests.docs.pages import blocks
+from tests.samples import sample
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 REFUSED = grpc.StatusCode.UNAVAILABLE
@@ -216,8 +216,7 @@ def test_a_new_certificate_waits_for_its_key(ca: Authority, tmp_path: Path) -> N
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
 def test_monitoring_sees_a_certificate_expire_without_a_connection(ca: Authority) -> None:
     def days_left() -> int:
-        expiry = REGISTRY.get_sample_value("pagoda_certificate_expiry_timestamp_seconds", {"files": "tls"})
-        assert expiry is not None
+        expiry = sample("pagoda_certificate_expiry_timestamp_seconds", files="tls")
         return round((expiry - time.time()) / DAY.total_seconds())
 
     tls = server_of(ca)

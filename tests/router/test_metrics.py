@@ -1,10 +1,13 @@
 """What a router counts beside its calls."""
 
+import re
+
 import grpc
 import pytest
 
 from pagoda.v1 import inference_pb2 as pb
 from router import metrics
+from tests.k8s.promql import rules
 from tests.router.conftest import Client, StartRouter
 from tests.router.fake_scheduler import LENGTH, FakeScheduler
 from tests.router.test_service import error_of, generate, ids, pick, spec
@@ -72,3 +75,16 @@ async def test_the_router_says_which_model_it_serves(client: Client) -> None:
     name = client.router.inference.model_name
 
     assert sample("pagoda_model_info", name=name, revision="r1", dtype="float32") == 1
+
+
+@pytest.mark.parametrize("fault", metrics.FAULTS)
+def test_a_fault_is_there_before_it_happens(fault: str) -> None:
+    metrics.count_call("Tried", "OK", 0.1)
+
+    assert sample("pagoda_router_requests_total", method="Tried", code=fault) == 0
+
+
+def test_the_alert_counts_those_that_are_there() -> None:
+    (alert,) = (rule for rule in rules() if rule.get("alert") == "PagodaErrors")
+
+    assert set(re.findall(r'code=~"([^"]+)"', alert["expr"])) == {"|".join(metrics.FAULTS)}
