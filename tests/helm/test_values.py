@@ -42,6 +42,10 @@ from tests.helm.chart import CHART, RenderError, container, objects, render
         ({"model__subPath": '"a/../../b"'}, 'model.subPath "a/../../b" must be within'),
         ({"router__ingress__enabled": "true"}, "router.ingress.host is empty"),
         ({"router__podLabels": '{"app.kubernetes.io/name": "x"}'}, "'app.kubernetes.io/name'"),
+        (
+            {"replica__shard__resources": '{"limits": {"nvidia.com/gpu": 2}}'},
+            "replica.shard.resources.limits has nvidia.com/gpu: replica.gpus requests them",
+        ),
         ({"replica__gpus": 1}, "image.shard pagoda-shard-cpu computes on CPUs"),
         (
             {"router__autoscaling__enabled": "true", "router__resources__requests__cpu": "null"},

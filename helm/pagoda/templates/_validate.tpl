@@ -23,6 +23,11 @@
 {{- if and $gpus (ne $ranks (mul $gpus $nodes | int)) }}
 {{- fail (printf "replica.tensorParallelSize %d must be replica.gpus %d times replica.nodes %d: each GPU has one shard" $ranks $gpus $nodes) }}
 {{- end }}
+{{- range $kind, $amounts := $replica.shard.resources }}
+{{- if hasKey (default dict $amounts) $replica.gpuResource }}
+{{- fail (printf "replica.shard.resources.%s has %s: replica.gpus requests them, and starts a shard for each" $kind $replica.gpuResource) }}
+{{- end }}
+{{- end }}
 {{- if and $gpus (eq .Values.image.shard "pagoda-shard-cpu") }}
 {{- fail (printf "image.shard pagoda-shard-cpu computes on CPUs: with replica.gpus %d, name one that was built for GPUs" $gpus) }}
 {{- end }}
