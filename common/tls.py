@@ -4,6 +4,7 @@ A server reads them for each new connection, a client for each new channel. File
 logged once, and what was read before stays.
 """
 
+import math
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 import grpc
 
 from common import metrics
-from common.certificates import first_expiry
 from common.config import ConfigError
 from common.reload import Reloading, read_file
 
@@ -26,6 +26,8 @@ class _Identity:
     ca: bytes
     # The same for a server of Python's own, which also proves that they go together.
     context: ssl.SSLContext
+    # Unix time at which the first of the chain expires.
+    expires: float
 
 
 class _Files:
@@ -50,11 +52,12 @@ class _Files:
         paths = [path for path in (certificate, key, ca) if path is not None]
         self.current = Reloading(prefix, paths, self._read).current
         if certificate is not None:
-            metrics.EXPIRY.labels(prefix).set_function(lambda: first_expiry(self.current().certificate))
+            metrics.EXPIRY.labels(prefix).set_function(lambda: self.current().expires)
 
     def _read(self) -> _Identity:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         certificate = key = ca = b""
+        expires = math.inf
         if self._ca is not None:
             ca = _read_certificates(self._ca_option, self._ca)
             context.load_verify_locations(cadata=ca.decode())
@@ -70,7 +73,8 @@ class _Files:
                     f"{self._key_option} {self._key}: not the unencrypted PEM key of the first certificate "
                     f"in {self._certificate_option} {self._certificate}"
                 ) from error
-        return _Identity(certificate, key, ca, context)
+            expires = _first_expiry(certificate)
+        return _Identity(certificate, key, ca, context, expires)
 
 
 def _read_certificates(option: str, path: Path) -> bytes:
@@ -80,6 +84,18 @@ def _read_certificates(option: str, path: Path) -> bytes:
     except (ssl.SSLError, ValueError) as error:
         raise ConfigError(f"{option} {path}: holds no PEM certificates") from error
     return content
+
+
+def _first_expiry(certificates: bytes) -> float:
+    # Takes a while to import, for nothing where there is no certificate.
+    from cryptography import x509
+
+    try:
+        chain = x509.load_pem_x509_certificates(certificates)
+        return min(one.not_valid_after_utc.timestamp() for one in chain)
+    except ValueError:
+        # OpenSSL is less strict, and it is what serves.
+        return math.nan
 
 
 class ServerTls:
