@@ -53,6 +53,14 @@ def test_every_file_that_is_given_to_a_service_is_there() -> None:
     assert used == COMPOSE["configs"].keys()
 
 
+def test_a_gpu_goes_to_a_service_that_is_there() -> None:
+    with_gpu = yaml.safe_load((ROOT / "images/compose.gpu.yaml").read_text())["services"]
+
+    (name,) = with_gpu.keys() & SERVICES.keys()
+    (device,) = with_gpu[name]["deploy"]["resources"]["reservations"]["devices"]
+    assert (name, device["capabilities"]) == ("shard", ["gpu"])
+
+
 def test_nothing_is_open_to_other_machines() -> None:
     published = [port for service in SERVICES.values() for port in service.get("ports", [])]
 
