@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+import psutil
+
 from benchmarks.command import BenchmarkError
 from benchmarks.results import ROOT
 from benchmarks.tcp_proxy import TcpProxy
@@ -31,11 +33,16 @@ class Member:
     """One process at a time that runs a module of ours, and its log."""
 
     def __init__(self, module: str, flags: Mapping[str, object], log: Path) -> None:
-        """`flags` must have `metrics-address`; `port` 0 is not for here, as restarts keep addresses."""
-        self.metrics = str(flags["metrics-address"])
+        """`flags` must have the metrics address; `port` 0 is not for here, as restarts keep addresses.
+
+        A word after the module is its command.
+        """
+        # A launcher's router is ready last.
+        self.metrics = str(flags.get("metrics-address") or flags["router-metrics-address"])
         self.starts = 0
         self.log = log
-        self._argv = [sys.executable, "-m", module, *(f"--{name}={value}" for name, value in flags.items())]
+        options = [f"--{name}={value}" for name, value in flags.items()]
+        self._argv = [sys.executable, "-m", *module.split(), *options]
         self._process: asyncio.subprocess.Process | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._kept = True
@@ -147,10 +154,7 @@ class Cluster:
     async def __aenter__(self) -> Self:
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         try:
-            for index in range(self._layout.replicas):
-                self.replicas.append(await self._start_replica(index))
-            for index in range(self._layout.routers):
-                await self._start_router(index)
+            await self._start_all()
             await self.wait_ready()
         except BaseException:
             await self._stack.aclose()
@@ -161,6 +165,12 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
+
+    async def _start_all(self) -> None:
+        for index in range(self._layout.replicas):
+            self.replicas.append(await self._start_replica(index))
+        for index in range(self._layout.routers):
+            await self._start_router(index)
 
     async def wait_ready(self) -> None:
         """Until all that serves does so."""
@@ -225,6 +235,39 @@ class Cluster:
         return proxy
 
 
+class LaunchedCluster(Cluster):
+    """One replica under a launcher, which starts and watches its processes itself; with no proxies.
+
+    `program` is the launcher: a module, and its command if it has several. It stands for its router.
+    """
+
+    def __init__(self, layout: Layout, program: str) -> None:
+        super().__init__(layout)
+        self._program = program
+
+    def child(self, name: str) -> psutil.Process | None:
+        """The process that runs this module now, if one does."""
+        children = psutil.Process(self.routers[0].pid).children()
+        with suppress(psutil.NoSuchProcess):
+            return next((child for child in children if child.cmdline()[2:3] == [name]), None)
+        return None
+
+    async def _start_all(self) -> None:
+        metrics = (f"{name}-metrics-address" for name in ("router", "scheduler", "shard"))
+        addresses = _free("listen-address", *metrics)
+        flags = {
+            "model": self._layout.model,
+            "http-address": "",
+            "device": "cpu",
+            "dtype": "float32",
+            "kv-cache-memory-bytes": 1 << 26,
+            "shutdown-grace": 2,
+            **addresses,
+        }
+        self.routers.append(await self._start(self._program, flags, "launcher"))
+        self.addresses.append(addresses["listen-address"])
+
+
 async def until(condition: Callable[[], bool], problem: str, timeout_s: float = READY_WITHIN_S) -> None:
     """Polls, on a thread, what a process shows only from outside.
 
@@ -243,4 +286,4 @@ def _free(*options: str) -> dict[str, str]:
     return claim_addresses(dict.fromkeys(options, "127.0.0.1:0"))
 
 
-__all__: Sequence[str] = ["Cluster", "Layout", "Member", "Replica", "until"]
+__all__: Sequence[str] = ["Cluster", "LaunchedCluster", "Layout", "Member", "Replica", "until"]

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import grpc
 
-from benchmarks.cluster import Cluster, Layout, Replica, until
-from benchmarks.command import BareParser, failing_in_one_line, positive_int
+from benchmarks.cluster import Cluster, LaunchedCluster, Layout, Replica, until
+from benchmarks.command import BareParser, BenchmarkError, failing_in_one_line, positive_int
 from benchmarks.faulty_shard import POISON, TOO_LARGE
 from benchmarks.random_model import SHAPES, random_model
 from benchmarks.resuming_client import Clients, ResumingStream
@@ -31,6 +31,8 @@ HANG_S: Final = 35.0
 QUICK_HANG_S: Final = 1.0
 STEP_TIMEOUT_S: Final = 20.0
 QUICK_STEP_TIMEOUT_S: Final = 1.5
+LAUNCHER: Final = "launcher serve"
+QUICK_LAUNCHER: Final = "benchmarks.impatient_launcher"
 _STRUCK_AFTER: Final = 10
 _PROMPT_TOKENS: Final = 40
 _LOSSES: Final = "pagoda_scheduler_shard_losses_total"
@@ -47,10 +49,14 @@ class Run:
 
     def __init__(self, cluster: Cluster, clients: Clients, hang_s: float) -> None:
         self.cluster = cluster
-        self.replica: Replica = cluster.replicas[0]
         self.hang_s = hang_s
         self.extra: dict[ResumingStream, grpc.StatusCode] = {}
         self._clients = clients
+
+    @property
+    def replica(self) -> Replica:
+        """The one that is struck; there is none under a launcher."""
+        return self.cluster.replicas[0]
 
     def submit(self, prompt: Sequence[int], code: grpc.StatusCode) -> ResumingStream:
         """A request of the fault's own."""
@@ -96,6 +102,23 @@ async def scheduler_hung_for_good(run: Run) -> None:
     run.replica.scheduler.send(signal.SIGSTOP)
     await asyncio.sleep(run.hang_s)
     run.replica.scheduler.send(signal.SIGKILL)
+
+
+async def launched_shard_hung(run: Run) -> None:
+    await _hung_under_launcher(run, "shard")
+
+
+async def launched_scheduler_hung(run: Run) -> None:
+    await _hung_under_launcher(run, "scheduler")
+
+
+async def _hung_under_launcher(run: Run, name: str) -> None:
+    """For good: it is the launcher that finds its liveness probe unanswered."""
+    cluster = run.cluster
+    if not isinstance(cluster, LaunchedCluster) or (hung := cluster.child(name)) is None:
+        raise BenchmarkError(f"no launcher runs a {name}")
+    hung.send_signal(signal.SIGSTOP)
+    await until(lambda: cluster.child(name) not in (hung, None), f"the hung {name} was not replaced")
 
 
 async def router_connection_dropped(run: Run) -> None:
@@ -188,11 +211,14 @@ QUICK: Final[dict[str, Fault]] = {
         poisonous_request,
     )
 }
-# Those that take a minute, those of a tensor-parallel group, and those of several replicas.
+# Those that take a minute, and those of a tensor-parallel group, of a launcher and of several replicas.
 SLOW: Final[dict[str, Fault]] = {
     fault.__name__: fault for fault in (router_connection_half_open, shard_connection_half_open)
 }
 OF_RANKS: Final[dict[str, Fault]] = {"rank_killed": shard_killed}
+OF_LAUNCHER: Final[dict[str, Fault]] = {
+    fault.__name__: fault for fault in (launched_shard_hung, launched_scheduler_hung)
+}
 OF_REPLICAS: Final[dict[str, Fault]] = {"replicas_replaced": replicas_replaced}
 
 
@@ -279,8 +305,23 @@ async def run(
         shard_module="benchmarks.faulty_shard",
         scheduler_flags=(("step-timeout", step_timeout_s),),
     )
+    return await strike_each(Cluster(layout), faults, specs, hang_s)
+
+
+async def run_launched(
+    faults: dict[str, Fault], specs: Sequence[pb.GenerateSpec], program: str
+) -> list[dict[str, Any]]:
+    """All of `faults` in turn, on what one launcher, or `program` in its place, keeps running."""
+    layout = Layout(random_model("tiny", "float32"))
+    return await strike_each(LaunchedCluster(layout, program), faults, specs, 0.0)
+
+
+async def strike_each(
+    group: Cluster, faults: dict[str, Fault], specs: Sequence[pb.GenerateSpec], hang_s: float
+) -> list[dict[str, Any]]:
+    """One JSON line for each fault, printed as it comes."""
     lines = []
-    async with Cluster(layout) as cluster:
+    async with group as cluster:
         expected = await undisturbed(cluster, specs)
         for name, fault in faults.items():
             lines.append(await strike(cluster, name, fault, specs, expected, hang_s))
@@ -291,7 +332,7 @@ async def run(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one JSON line per fault; exits with 1 if anything was lost or changed."""
     parser = BareParser("faults", __doc__)
-    every = {**QUICK, **OF_RANKS, **OF_REPLICAS, **SLOW}
+    every = {**QUICK, **OF_RANKS, **OF_LAUNCHER, **OF_REPLICAS, **SLOW}
     parser.add_argument("--quick", action="store_true", help="hang for seconds, leave out what takes minutes")
     parser.add_argument("--only", nargs="+", choices=list(every), default=list(every), help="faults")
     parser.add_argument("--requests", type=positive_int, default=8, help="streams at once")
@@ -307,6 +348,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for some, replicas, ranks in (({**QUICK, **SLOW}, 1, 1), (OF_RANKS, 1, 2), (OF_REPLICAS, 2, 1)):
             if chosen := {name: some[name] for name in wanted if name in some}:
                 lines += asyncio.run(run(chosen, specs, hang_s, step_timeout_s, replicas, ranks))
+        if chosen := {name: OF_LAUNCHER[name] for name in wanted if name in OF_LAUNCHER}:
+            program = QUICK_LAUNCHER if options.quick else LAUNCHER
+            lines += asyncio.run(run_launched(chosen, specs, program))
     if any(line["lost"] or line["changed"] for line in lines):
         sys.exit(1)
 

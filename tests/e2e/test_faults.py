@@ -22,13 +22,24 @@ def struck(some: dict[str, faults.Fault], replicas: int = 1, ranks: int = 1) -> 
     return {line["fault"]: line for line in lines}
 
 
+def struck_under_launcher(some: dict[str, faults.Fault]) -> Lines:
+    specs = faults.requests(REQUESTS, MAX_TOKENS)
+    lines = asyncio.run(faults.run_launched(some, specs, faults.QUICK_LAUNCHER))
+    return {line["fault"]: line for line in lines}
+
+
 @pytest.fixture(scope="module")
 def lines() -> Lines:
-    """Of one cluster, which bears all faults in turn; of one with two ranks, and of one with two replicas."""
-    return struck(faults.QUICK) | struck(faults.OF_RANKS, ranks=2) | struck(faults.OF_REPLICAS, replicas=2)
+    """Of one cluster, which bears all faults in turn; of two ranks, of two replicas, and of a launcher."""
+    return (
+        struck(faults.QUICK)
+        | struck(faults.OF_RANKS, ranks=2)
+        | struck(faults.OF_REPLICAS, replicas=2)
+        | struck_under_launcher(faults.OF_LAUNCHER)
+    )
 
 
-@pytest.mark.parametrize("fault", [*faults.QUICK, *faults.OF_RANKS, *faults.OF_REPLICAS])
+@pytest.mark.parametrize("fault", [*faults.QUICK, *faults.OF_RANKS, *faults.OF_REPLICAS, *faults.OF_LAUNCHER])
 def test_a_fault_loses_and_changes_nothing(lines: Lines, fault: str) -> None:
     line = lines[fault]
 

@@ -1,4 +1,4 @@
-"""Child processes that do one thing, and a pipe through which they say so."""
+"""Child processes that do one thing, and a pipe through which they say so; probes that fail."""
 
 import os
 import sys
@@ -7,7 +7,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from common.probes import Probes
 from launcher.children import ChildSpec
+
+
+class Failing(Probes):
+    """Alive when it is asked for the first time, and never again."""
+
+    asked = 0
+
+    @property
+    def alive(self) -> bool:
+        self.asked += 1
+        return self.asked == 1
 
 
 @contextmanager

@@ -2,19 +2,9 @@
 
 import asyncio
 
-from common.probes import Probes, serve_probes
+from common.probes import serve_probes
 from launcher.liveness import wait_until_hung
-
-
-class Failing(Probes):
-    """Alive when it is asked for the first time, and never again."""
-
-    asked = 0
-
-    @property
-    def alive(self) -> bool:
-        self.asked += 1
-        return self.asked == 1
+from tests.launcher.fakes import Failing
 
 
 async def test_what_was_alive_and_is_no_longer_has_hung() -> None:

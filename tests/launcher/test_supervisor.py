@@ -1,6 +1,7 @@
 """Children are restarted within reason, and never outlive the launcher."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 import sys
@@ -11,10 +12,11 @@ from typing import IO
 import psutil
 import pytest
 
+from common.probes import serve_probes
 from launcher.children import ChildSpec
 from launcher.preflight import ROOT
 from launcher.supervisor import MAX_RESTARTS, WINDOW_S, RestartBudget, StopSignals, Supervisor
-from tests.launcher.fakes import child, event_pipe, polite, stubborn
+from tests.launcher.fakes import Failing, child, event_pipe, polite, stubborn
 
 Events = tuple[Path, IO[str]]
 
@@ -74,6 +76,24 @@ async def test_a_killed_child_is_restarted_and_its_signal_named(events: Events, 
     assert await run == 0
     assert first != second
     assert lines == ["shard ended (killed by SIGKILL); restart 1 of 5 in 0.001 s"]
+
+
+async def test_a_hung_child_is_killed_and_restarted(events: Events, stop: StopSignals) -> None:
+    lines: list[str] = []
+    address = f"127.0.0.1:{serve_probes('127.0.0.1:0', Failing())}"
+    hangs = dataclasses.replace(stubborn("shard", events[0]), metrics_address=address)
+    supervisor = Supervisor([hangs], stop, lines.append, first_delay_s=0.001, hung_after_s=0.5)
+    run = asyncio.create_task(supervisor.run())
+
+    assert await read(events, 2) == ["started shard"] * 2
+    stop.first.set()
+    stop.second.set()
+
+    assert await run == 0
+    assert lines == [
+        "shard has not been alive for 0.5 s; killing it",
+        "shard ended (killed by SIGKILL); restart 1 of 5 in 0.001 s",
+    ]
 
 
 async def test_a_configuration_error_at_start_is_not_retried(events: Events, stop: StopSignals) -> None:
