@@ -15,5 +15,5 @@ HUNG_AFTER_S: Final = 4.0
 
 
 if __name__ == "__main__":
-    serve.Supervisor = partial(Supervisor, hung_after_s=HUNG_AFTER_S)  # type: ignore[assignment,misc]
+    vars(serve)["Supervisor"] = partial(Supervisor, hung_after_s=HUNG_AFTER_S)
     sys.exit(main(["serve", *sys.argv[1:]]))
