@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from common.disk import shortage
+
 # Of each read, and of silence.
 CHUNK_BYTES: Final = 1 << 20
 TIMEOUT_S: Final = 60.0
@@ -51,19 +53,39 @@ def download(item: str, folder: Path) -> None:
                 print(f"{name} is there", flush=True)
                 return
     print(f"{name} comes from {urlsplit(url).netloc}", flush=True)
-    digest = hashlib.sha256()
     partial = target.with_name(name + ".partial")
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as source, partial.open("wb") as file:  # noqa: S310
-            while chunk := source.read(CHUNK_BYTES):
-                digest.update(chunk)
-                file.write(chunk)
+        digest = _fetch(url, name, partial)
+        if digest != checksum:
+            raise DownloadError(f"{name}: its SHA-256 is {digest}, not {checksum}")
+        os.replace(partial, target)
     except (OSError, http.client.HTTPException) as error:
-        raise DownloadError(f"{name}: {error}") from error
-    if digest.hexdigest() != checksum:
-        partial.unlink()
-        raise DownloadError(f"{name}: its SHA-256 is {digest.hexdigest()}, not {checksum}")
-    os.replace(partial, target)
+        raise DownloadError(f"{target}: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _fetch(url: str, name: str, path: Path) -> str:
+    """Writes the file of that name to `path`; its SHA-256."""
+    digest = hashlib.sha256()
+    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as source:  # noqa: S310
+        size = source.length or 0
+        _check_disk(path.parent, name, size)
+        try:
+            with path.open("wb") as file:
+                while chunk := source.read(CHUNK_BYTES):
+                    digest.update(chunk)
+                    file.write(chunk)
+        except OSError:
+            path.unlink(missing_ok=True)
+            _check_disk(path.parent, name, size)
+            raise
+    return digest.hexdigest()
+
+
+def _check_disk(folder: Path, name: str, size: int) -> None:
+    if reason := shortage(folder, f"for {name}", size):
+        raise DownloadError(reason)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

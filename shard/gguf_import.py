@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from common.disk import shortage
 from kernels import FORMATS, BlockQuantised
 from shard.gguf_file import GgufFile, GgufTensor
 from shard.gguf_tokenizer import ImportedTokenizer, build_tokenizer
@@ -144,19 +145,18 @@ def _convert(source: Path, destination: Path, progress: Progress) -> None:
             shutil.rmtree(destination, ignore_errors=True)
             partial.rename(destination)
             _sync(destination.parent)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError):
+                # Others may have filled it meanwhile.
+                _check_disk(partial, total)
             raise
 
 
 def _check_disk(folder: Path, tensor_bytes: int) -> None:
     # 64 MiB are ample for the tokenizer and the file system.
-    needed, free = tensor_bytes + (1 << 26), shutil.disk_usage(folder.parent).free
-    if free < needed:
-        raise ModelError(
-            f"{folder.parent}: too little room for the converted model: {needed} bytes needed, {free} free; "
-            "XDG_CACHE_HOME names another folder"
-        )
+    if reason := shortage(folder.parent, "for the converted model", tensor_bytes + (1 << 26)):
+        raise ModelError(f"{reason}; XDG_CACHE_HOME names another folder")
 
 
 def _dtype(gguf: GgufFile) -> torch.dtype:

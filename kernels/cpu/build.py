@@ -24,6 +24,8 @@ FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wall
 # GCC 12 takes its own headers' undefined vectors for mistakes.
 FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 DIGEST_SIZE = 32
+# What compiling takes for a while: a few times the libraries.
+ROOM_BYTES = 1 << 24
 # From the most to the least able: compiler flags, and what /proc/cpuinfo lists where the code can run.
 _V3 = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -111,7 +113,9 @@ def _compile(compiler: list[str], name: str) -> bool:
             [*compiler, "-shared", str(unit), "-o", str(made)],
             [sys.executable, "-m", "kernels.cpu.trial", name, str(made)],
         )
-        done = all(subprocess.run(command, cwd=ROOT).returncode == 0 for command in commands)  # noqa: S603
+        # What the compiler writes on its way, too, lies where room was asked for.
+        environ = {**os.environ, "TMPDIR": folder}
+        done = all(subprocess.run(command, cwd=ROOT, env=environ).returncode == 0 for command in commands)  # noqa: S603
         if done:
             _seal(made)
             made.rename(library_path(name))
@@ -139,6 +143,13 @@ def build() -> bool:
             "Install it (Debian and Ubuntu: apt-get install g++) and run the same command again."
         )
         return False
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(OUTPUT).free
+    if free < ROOM_BYTES:
+        print(
+            f"{OUTPUT}: too little room for the CPU kernels: {ROOM_BYTES} bytes needed, {free} free: {cost}"
+        )
+        return False
     print("Compiling the CPU kernels", flush=True)
     failed = compile_sets(compiler, missing)
     for name in failed:
@@ -157,7 +168,7 @@ def main() -> int:
     try:
         return 0 if build() else 1
     except (OSError, ValueError) as error:
-        print(f"The CPU kernels can't be built: {error}", file=sys.stderr)
+        print(f"The CPU kernels can't be built in {OUTPUT}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("Stopped; the same command begins anew.", file=sys.stderr)

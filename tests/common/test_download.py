@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.download import DownloadError, download, main, parse
+from tests.disks import mounted_disk
 
 CONTENT = b'{"model_type": "llama"}'
 CHECKSUM = hashlib.sha256(CONTENT).hexdigest()
@@ -67,6 +68,41 @@ def test_a_file_that_can_not_be_had_is_named(
     assert main([f"--folder={folder}", f"{CHECKSUM}:{url}/none.json"]) == 1
 
     assert "none.json: HTTP Error 404" in capsys.readouterr().err
+
+
+class OfUnknownSize(SimpleHTTPRequestHandler):
+    def send_header(self, keyword: str, value: str) -> None:
+        if keyword != "Content-Length":
+            super().send_header(keyword, value)
+
+
+@pytest.mark.parametrize(
+    ("handler", "reason"),
+    [
+        (SimpleHTTPRequestHandler, "too little room for big.bin: 100000 bytes needed, 65536 free"),
+        (OfUnknownSize, "big.bin: [Errno 28] No space left on device"),
+    ],
+)
+def test_a_full_disk_is_named_and_left_as_it_was(
+    handler: type[SimpleHTTPRequestHandler], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = b"x" * 100_000
+    (tmp_path / "big.bin").write_bytes(content)
+    with (
+        mounted_disk(1 << 16) as disk,
+        ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(tmp_path))) as server,
+    ):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        item = f"{hashlib.sha256(content).hexdigest()}:http://127.0.0.1:{server.server_port}/big.bin"
+        status = main([f"--folder={disk.folder}", item])
+        server.shutdown()
+
+        assert status == 1
+        # Before it is what the server logs.
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert str(disk.folder) in line
+        assert reason in line
+        assert list(disk.folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(

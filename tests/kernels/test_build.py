@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kernels.cpu import build, library
+from tests.disks import mounted_disk
 
 BEST = library.best_set()
 Capture = pytest.CaptureFixture[str]
@@ -105,7 +106,38 @@ def test_a_folder_that_can_not_be_written_gives_one_line(
     output.touch()
 
     assert build.main() == 1
-    assert capsys.readouterr().err.startswith("The CPU kernels can't be built: ")
+    assert capsys.readouterr().err.startswith(f"The CPU kernels can't be built in {output}: ")
+
+
+@pytest.mark.parametrize(
+    ("size", "script", "reason"),
+    [
+        (
+            1 << 20,
+            'cp "$BUILT" "$out"',
+            "too little room for the CPU kernels: 16777216 bytes needed, 1048576",
+        ),
+        (1 << 25, 'cat /dev/zero > "$out"', "can't compile the CPU kernels"),
+    ],
+)
+def test_a_full_disk_is_named_and_left_as_it_was(
+    size: int,
+    script: str,
+    reason: str,
+    output: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("CXX", compiler(tmp_path, script))
+    with mounted_disk(size) as disk:
+        monkeypatch.setattr(build, "OUTPUT", disk.folder)
+
+        assert build.main() == 1
+        printed = capfd.readouterr()
+        assert reason in printed.out
+        assert "Traceback" not in printed.err
+        assert list(disk.folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(("flag", "status"), [("--help", 0), ("--bogus", 2)])

@@ -28,6 +28,7 @@ from shard.gguf_file import GgufFile
 from shard.gguf_import import cached_import, import_gguf
 from shard.model_config import ModelError, load_model_config
 from shard.weights import load_model
+from tests.disks import mounted_disk
 from tests.oracle import oracle_logits, random_tokens, tiny_model
 from tests.shard.gguf_writer import write_gguf
 
@@ -503,6 +504,18 @@ def test_too_small_a_disk_is_said_before_writing(
     with pytest.raises(ModelError, match=rf"{tmp_path}: too little room .*: \d+ bytes needed, 1000 free"):
         import_gguf(source, tmp_path / "model")
     assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_a_disk_that_gets_full_meanwhile_is_named_and_left_as_it_was(tiny: Any, tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "a.gguf", tiny, "llama")
+    with mounted_disk(1 << 27) as disk:
+        with pytest.raises(ModelError, match=rf"^{disk.folder}: too little room .*: \d+ bytes needed, \d+"):
+            import_gguf(source, disk.folder / "model", lambda done, total: None if done else disk.fill())
+        assert [path.name for path in disk.folder.iterdir()] == [".model.lock"]
+
+        disk.make_room()
+
+        assert load_model_config(import_gguf(source, disk.folder / "model"))
 
 
 def test_progress_counts_bytes(tiny: Any, tmp_path: Path) -> None:
