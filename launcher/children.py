@@ -46,7 +46,7 @@ SCHEDULER_OPTIONS = (
 class ChildSpec:
     """One process: `argv` and the whole `environ` it starts with, and how long it may take to stop.
 
-    `metrics_address` is where it says of itself how it does.
+    `metrics_address` is where it says of itself how it does. What isn't `essential` the others go on without.
     """
 
     name: str
@@ -54,6 +54,7 @@ class ChildSpec:
     argv: tuple[str, ...]
     environ: Mapping[str, str]
     stop_within_s: float
+    essential: bool = True
 
 
 def child_specs(

@@ -1,5 +1,6 @@
 """Start-up as a person sees it: bars on a terminal, plain lines elsewhere, nothing once nobody reads."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -49,7 +50,11 @@ class Display:
     def say(self, line: str) -> None:
         """Prints a line that stays, above the bars if there are any."""
         with self._unless_nobody_reads():
-            self._console.print(line, markup=False)
+            if self._console.is_terminal:
+                self._console.print(line, markup=False)
+            elif not self._console.quiet:
+                # Rich would print again, later, what a full disk didn't take.
+                print(line, file=self._console.file, flush=True)
 
     def close(self) -> None:
         """Takes the bars away; `say` goes on working."""
@@ -58,8 +63,12 @@ class Display:
 
     @contextmanager
     def _unless_nobody_reads(self) -> Iterator[None]:
-        """A terminal that was closed, or a pipe whose reader ended, must not end what is served."""
+        """A terminal that was closed, a pipe whose reader ended, or a full disk must not end what is served.
+
+        A disk may get room again.
+        """
         try:
             yield
-        except (OSError, SystemExit):  # the second is what rich makes of a broken pipe
-            self._console.quiet = True
+        except (OSError, SystemExit) as error:  # the second is what rich makes of a broken pipe
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            self._console.quiet = not full

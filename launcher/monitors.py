@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from common.disk import shortage
 from common.rpc import AddressError, is_local
 from launcher.children import CLOSING_S, ChildSpec
 from launcher.preflight import ROOT, PreflightError
@@ -16,6 +17,8 @@ MONITORS = ("prometheus-address", "grafana-address")
 SCRAPE_INTERVAL = "2s"
 # Where its packages put what it serves.
 GRAFANA_HOME = Path("/usr/share/grafana")
+# Prometheus sets 128 MiB aside for its youngest data, and writes a log of them beside.
+ROOM_BYTES = 1 << 28
 # Whatever ends the launcher ends them: they know nothing of its pipe.
 _TETHER = ("setpriv", "--pdeathsig", "TERM")
 
@@ -47,14 +50,21 @@ def check_monitors(addresses: Mapping[str, str | None]) -> None:
 def monitor_specs(
     addresses: Mapping[str, str], watched: Sequence[ChildSpec], folder: Path
 ) -> list[ChildSpec]:
-    """Those that `addresses` has an address for, by option. Their files are in `folder`, and go with it."""
+    """Those that `addresses` has an address for, by option. Their files are in `folder`, and go with it.
+
+    Raises:
+        PreflightError: the disk that has `folder` is too full.
+    """
     specs = []
+    reason = shortage(folder, "for Prometheus' data", ROOM_BYTES)
+    if reason and "prometheus-address" in addresses:
+        raise PreflightError(f"{reason}; TMPDIR names another folder")
     if prometheus := addresses.get("prometheus-address"):
         file = folder / "prometheus.yaml"
         file.write_text(json.dumps(prometheus_config(watched), indent=1))
         flags = (f"--config.file={file}", f"--storage.tsdb.path={folder}/prometheus")
         command = ("prometheus", *flags, f"--web.listen-address={prometheus}", "--log.level=warn")
-        specs.append(ChildSpec("prometheus", prometheus, (*_TETHER, *command), os.environ, CLOSING_S))
+        specs.append(_monitor("prometheus", prometheus, command, {}))
     if prometheus and (grafana := addresses.get("grafana-address")):
         host, _, port = grafana.rpartition(":")
         _provision(folder / "provisioning", prometheus)
@@ -70,10 +80,14 @@ def monitor_specs(
             "GF_LOG_LEVEL": "warn",
         }
         server = ("grafana", "server", "--homepath", str(GRAFANA_HOME))
-        specs.append(
-            ChildSpec("grafana", grafana, (*_TETHER, *server), {**os.environ, **settings}, CLOSING_S)
-        )
+        specs.append(_monitor("grafana", grafana, server, settings))
     return specs
+
+
+def _monitor(name: str, address: str, command: Sequence[str], settings: Mapping[str, str]) -> ChildSpec:
+    """What is served doesn't end with it."""
+    environ = {**os.environ, **settings}
+    return ChildSpec(name, address, (*_TETHER, *command), environ, CLOSING_S, essential=False)
 
 
 def prometheus_config(watched: Sequence[ChildSpec]) -> dict[str, object]:

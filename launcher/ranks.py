@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -67,7 +68,13 @@ def main(argv: list[str]) -> int:
 
 
 async def _run(specs: Sequence[ChildSpec]) -> int:
-    return await Supervisor(specs, StopSignals(), lambda line: print(line, file=sys.stderr)).run()
+    return await Supervisor(specs, StopSignals(), say).run()
+
+
+def say(line: str) -> None:
+    """Prints it on standard error; a full disk there, or a reader that has gone, must not end the ranks."""
+    with suppress(OSError):
+        print(line, file=sys.stderr)
 
 
 def rank_specs(config: RanksConfig, options: Sequence[str]) -> list[ChildSpec]:

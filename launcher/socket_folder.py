@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from launcher.preflight import PreflightError
+
 PREFIX = "pagoda-"
 # A folder just made by another launcher may not be locked yet.
 SURELY_LOCKED_AFTER_S = 60
@@ -18,12 +20,22 @@ LONGEST_PARENT = 60
 
 @contextlib.contextmanager
 def socket_folder() -> Iterator[Path]:
-    """A new folder with mode 0700, removed at the end. Those that killed launchers left are removed first."""
-    parent = Path(tempfile.gettempdir())
-    if len(os.fsencode(parent)) > LONGEST_PARENT:
-        parent = Path("/tmp")  # noqa: S108
-    _remove_abandoned(parent)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    """A new folder with mode 0700, removed at the end. Those that killed launchers left are removed first.
+
+    Raises:
+        PreflightError: no folder for temporary files can be written, such as on a full disk.
+    """
+    try:
+        parent = Path(tempfile.gettempdir())
+        if len(os.fsencode(parent)) > LONGEST_PARENT:
+            parent = Path("/tmp")  # noqa: S108
+        _remove_abandoned(parent)
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise PreflightError(
+            f"no folder for the processes' sockets can be made: {where}{error.strerror}; TMPDIR names another"
+        ) from error
     # Held until this process ends, however it ends.
     lock = _try_lock(folder)
     try:

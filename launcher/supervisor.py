@@ -96,7 +96,7 @@ class Child:
 
 
 class Supervisor:
-    """Runs every child until it is told to stop, or until one can't be kept running.
+    """Runs every child until it is told to stop, or until an essential one can't be kept running.
 
     One that was alive and hasn't been for `hung_after_s` is killed, and so started again. `specs` are in the
     order of stopping. `say` gets one line for each thing that a person should know.
@@ -150,16 +150,20 @@ class Supervisor:
             if self._stopping.is_set():
                 break
             name, ended = child.spec.name, describe_end(status)
-            if status == CONFIGURATION_ERROR and self.starting:
+            essential = child.spec.essential
+            if status == CONFIGURATION_ERROR and self.starting and essential:
                 self._stopping.set()
                 self._say(f"{name} refused its configuration ({ended}; its reason is above); stopping")
                 return CONFIGURATION_ERROR
             delay = budget.next_delay(asyncio.get_running_loop().time())
             if delay is None:
+                given_up = f"{name} ended ({ended}), {MAX_RESTARTS} restarts in five minutes did not help"
+                if not essential:
+                    self._say(f"{given_up}; going on without it")
+                    await self._stopping.wait()
+                    break
                 self._stopping.set()
-                self._say(
-                    f"{name} ended ({ended}), {MAX_RESTARTS} restarts in five minutes did not help; stopping"
-                )
+                self._say(f"{given_up}; stopping")
                 return 1
             self._say(f"{name} ended ({ended}); restart {budget.used} of {MAX_RESTARTS} in {delay:g} s")
             with suppress(TimeoutError):

@@ -59,3 +59,15 @@ def test_a_reader_that_goes_ends_nothing(error: int, terminal: bool, monkeypatch
     display.say("another")
 
     assert out.getvalue() == before
+
+
+def test_a_full_disk_silences_nothing_for_longer_than_it_is_full() -> None:
+    out = Output()
+    display = Display(Console(file=out, soft_wrap=True))
+
+    out.error = errno.ENOSPC
+    display.say("a line")
+    out.error = 0
+    display.say("another [line]")
+
+    assert out.getvalue() == "another [line]\n"

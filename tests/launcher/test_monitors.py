@@ -8,6 +8,7 @@ import pytest
 from launcher.children import ChildSpec
 from launcher.monitors import SCRAPE_INTERVAL, check_monitors, monitor_specs
 from launcher.preflight import ROOT, PreflightError
+from tests.disks import mounted_disk
 
 WATCHED = [
     ChildSpec(name, f"127.0.0.1:{port}", (), {}, 1.0)
@@ -77,6 +78,16 @@ def test_prometheus_watches_every_process_by_its_job(tmp_path: Path) -> None:
     }
     assert config["rule_files"] == [f"{ROOT}/k8s/rules/*.yaml"]
     assert "--web.listen-address=127.0.0.1:9" in spec.argv
+
+
+def test_a_disk_too_full_for_prometheus_is_named() -> None:
+    with (
+        mounted_disk(1 << 20) as disk,
+        pytest.raises(
+            PreflightError, match=rf"^{disk.folder}: too little room for Prometheus' data: \d+ bytes .*TMPDIR"
+        ),
+    ):
+        monitor_specs({"prometheus-address": "127.0.0.1:9"}, WATCHED, disk.folder)
 
 
 def test_grafana_is_told_where_dashboards_and_figures_are(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 """The shards of one machine: which ranks they are, where they listen, and what they say together."""
 
+import sys
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -13,7 +14,7 @@ from common.http import serve_http
 from common.rpc import AddressError
 from launcher.children import usable_cores
 from launcher.preflight import PreflightError
-from launcher.ranks import RanksConfig, probes, rank_specs
+from launcher.ranks import RanksConfig, probes, rank_specs, say
 
 
 def flags(argv: tuple[str, ...]) -> dict[str, str]:
@@ -34,6 +35,17 @@ def test_a_machine_runs_its_ranks_on_ports_in_a_row() -> None:
         "metrics-address": "127.0.0.1:9105",
         "shutdown-grace": "7",
     }
+
+
+def test_a_full_disk_under_the_log_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+
+        say("shard-0 ended (exit status 1); restart 1 of 5 in 0.5 s")
+
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()
 
 
 def test_local_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

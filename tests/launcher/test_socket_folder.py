@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.preflight import ROOT
+from launcher.preflight import ROOT, PreflightError
 from launcher.socket_folder import socket_folder
 
 KILLED = """
@@ -64,3 +64,13 @@ def test_a_path_too_long_for_sockets_is_avoided(monkeypatch: pytest.MonkeyPatch,
 
     with socket_folder() as folder:
         assert len(str(folder)) < 60
+
+
+def test_no_folder_for_temporary_files_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+
+    with (
+        pytest.raises(PreflightError, match=r"sockets can be made: /proc/pagoda-\w+: .*TMPDIR names another"),
+        socket_folder(),
+    ):
+        pass

@@ -64,6 +64,24 @@ async def test_a_child_that_keeps_dying_is_given_up_after_five_restarts(
     ]
 
 
+@pytest.mark.parametrize("status", [2, 3])
+async def test_the_others_go_on_without_what_is_not_essential(
+    status: int, events: Events, stop: StopSignals
+) -> None:
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    dying = dataclasses.replace(child("prometheus", f"sys.exit({status})", events[0]), essential=False)
+    specs = [polite("router", events[0]), dying]
+    run = asyncio.create_task(Supervisor(specs, stop, lines.put_nowait, first_delay_s=0.001).run())
+
+    said = [await lines.get() for _ in range(MAX_RESTARTS + 1)]
+
+    assert said[-1].endswith("restarts in five minutes did not help; going on without it")
+    assert await read(events, 1) == ["started router"]
+    stop.first.set()
+    assert await read(events, 1) == ["stopped router"]
+    assert await run == 0
+
+
 async def test_a_killed_child_is_restarted_and_its_signal_named(events: Events, stop: StopSignals) -> None:
     lines: list[str] = []
     _, run = running(lines, stop, child("shard", "tell(str(os.getpid())); signal.pause()", events[0]))
