@@ -157,14 +157,14 @@ class Supervisor:
                 return CONFIGURATION_ERROR
             delay = budget.next_delay(asyncio.get_running_loop().time())
             if delay is None:
-                given_up = f"{name} ended ({ended}), {MAX_RESTARTS} restarts in five minutes did not help"
-                if not essential:
-                    self._say(f"{given_up}; going on without it")
-                    await self._stopping.wait()
-                    break
-                self._stopping.set()
-                self._say(f"{given_up}; stopping")
-                return 1
+                outcome = "stopping" if essential else "going on without it"
+                if essential:
+                    self._stopping.set()
+                self._say(
+                    f"{name} ended ({ended}), {MAX_RESTARTS} restarts in five minutes did not help; {outcome}"
+                )
+                await self._stopping.wait()
+                return int(essential)
             self._say(f"{name} ended ({ended}); restart {budget.used} of {MAX_RESTARTS} in {delay:g} s")
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
