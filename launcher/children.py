@@ -46,7 +46,8 @@ SCHEDULER_OPTIONS = (
 class ChildSpec:
     """One process: `argv` and the whole `environ` it starts with, and how long it may take to stop.
 
-    `metrics_address` is where it says of itself how it does. What isn't `essential` the others go on without.
+    `metrics_address` is where it says of itself how it does. What isn't `essential` has no liveness probe,
+    and the others go on without it.
     """
 
     name: str

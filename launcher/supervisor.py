@@ -98,8 +98,8 @@ class Child:
 class Supervisor:
     """Runs every child until it is told to stop, or until an essential one can't be kept running.
 
-    One that was alive and hasn't been for `hung_after_s` is killed, and so started again. `specs` are in the
-    order of stopping. `say` gets one line for each thing that a person should know.
+    One that has started and hasn't been alive for `hung_after_s` is killed, and so started again. `specs` are
+    in the order of stopping. `say` gets one line for each thing that a person should know.
     """
 
     def __init__(
@@ -171,6 +171,8 @@ class Supervisor:
         return 0
 
     async def _kill_if_hung(self, child: Child) -> None:
+        if not child.spec.essential:
+            return
         await wait_until_hung(child.spec.metrics_address, self._hung_after_s)
         self._say(f"{child.spec.name} has not been alive for {self._hung_after_s:g} s; killing it")
         child.kill()
