@@ -62,7 +62,8 @@ class ResumingStream:
         self.accepted = False
         self._stubs = stubs
         self._turn = first
-        self._spec = spec
+        self._spec = pb.GenerateSpec()
+        self._spec.CopyFrom(spec)
         self._pause_s = pause_s
         self._last = time.monotonic()
         self._grew = asyncio.Event()
@@ -96,12 +97,15 @@ class ResumingStream:
         self._grew.set()
 
     async def _call(self, stub: Any) -> None:
-        spec = pb.GenerateSpec()
-        spec.CopyFrom(self._spec)
+        spec = self._spec
         if self.token_ids:
+            del spec.prior_outputs[:]
             spec.prior_outputs.add(token_ids=self.token_ids)
         async for event in stub.GenerateStream(pb.GenerateStreamRequest(spec=spec)):
-            self.accepted = True
+            if event.HasField("accepted"):
+                self.accepted = True
+                spec.sampling.seed = event.accepted.seed
+                spec.model_revision = event.accepted.model_revision
             if not event.HasField("delta"):
                 continue
             now = time.monotonic()
