@@ -230,7 +230,7 @@ class Generation:
             same_model = [c for c in candidates if self.model_revision in ("", c.welcome.model_revision)]
             if same_model:
                 return self._replicas.choose(same_model, lambda: self._hashes)
-            if candidates:
+            if candidates and not self._replicas.may_serve(self.model_revision):
                 served = candidates[0].welcome.model_revision
                 raise RequestError(
                     grpc.StatusCode.FAILED_PRECONDITION,
@@ -242,7 +242,8 @@ class Generation:
             await self._wait_for_replica()
 
     async def _wait_for_replica(self) -> None:
-        refusal = self._refusal or unavailable("no scheduler is connected")
+        of_model = f" that serves model revision {self.model_revision!r}" if self._replicas.available else ""
+        refusal = self._refusal or unavailable(f"no scheduler{of_model} is connected")
         if self._replicas.closed:
             message = "this router is shutting down; resume with prior_outputs (gRPC), or ask anew (HTTP)"
             raise unavailable(message, "SHUTTING_DOWN")

@@ -91,6 +91,13 @@ class Replicas:
         known = self._discovery.endpoints
         return [one for one in self.connected if not one.draining and one.address in known]
 
+    def may_serve(self, revision: str) -> bool:
+        """Whether a known replica, busy or away, served this model revision last, or nobody knows which."""
+        known = self._discovery.endpoints
+        return any(
+            link.revision in ("", revision) for address, link in self._links.items() if address in known
+        )
+
     @property
     def welcome(self) -> Welcome:
         """What is served, as the last scheduler to connect said.
@@ -103,13 +110,16 @@ class Replicas:
         return self._welcome
 
     async def wait_change(self) -> None:
-        """Returns once a connection comes, drains or goes."""
+        """Returns once a connection comes, drains or goes, or an address."""
         await self._changed.wait()
 
     async def _watch(self) -> None:
         while True:
+            before = self._discovery.endpoints
             await self._discovery.refresh()
             self._follow()
+            if self._discovery.endpoints != before:
+                self._notify()
             await asyncio.sleep(self._resolve_period_s)
 
     def _follow(self) -> None:

@@ -185,6 +185,7 @@ class SchedulerLink:
 
     Attributes:
         connection: The stream, from its Welcome to its end.
+        revision: The model revision that the scheduler served last; empty before its first Welcome.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class SchedulerLink:
     ) -> None:
         """`run` connects; `on_change` is called when the connection comes, drains or goes."""
         self.connection: Connection | None = None
+        self.revision = ""
         self._address = endpoint.address
         self._server_name = endpoint.server_name
         self._tls = tls
@@ -252,7 +254,7 @@ class SchedulerLink:
             self._on_change()
 
     def _up(self, connection: Connection) -> None:
-        self.connection = connection
+        self.connection, self.revision = connection, connection.welcome.model_revision
         self._backoff_s = BACKOFF_MIN_S
         self._problem = ""
         metrics.SCHEDULER_UP.labels(self._address).set(1)

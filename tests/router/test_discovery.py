@@ -95,6 +95,18 @@ async def test_an_address_that_vanished_gets_nothing_new_and_its_streams_go_on(f
     assert leaving in fleet.replicas.connected
 
 
+async def test_who_waits_for_a_replica_hears_that_its_address_vanished(fleet: Fleet) -> None:
+    busy = next(one for one in fleet.replicas.available if one.address == fleet.second.address)
+    busy.submit(pb.Submit(key=key()), Recorder())
+    waiting = asyncio.create_task(fleet.replicas.wait_change())
+
+    fleet.dns.ips = ["127.0.0.2"]
+
+    async with asyncio.timeout(20):
+        await waiting
+    assert fleet.available() == [fleet.first.address]
+
+
 async def test_a_link_to_what_vanished_ends_with_its_last_request(fleet: Fleet) -> None:
     leaving = next(one for one in fleet.replicas.available if one.address == fleet.second.address)
     leaving.submit(pb.Submit(key=key()), Recorder())

@@ -388,6 +388,43 @@ async def test_a_client_is_not_resumed_on_another_model(client: Client) -> None:
     assert client.scheduler.submits.empty()
 
 
+@pytest.fixture
+async def two_models(start_router: StartRouter) -> Client:
+    """Of two replicas, as in an update: the first serves r1, the other r2."""
+    return await start_router([FakeScheduler(), FakeScheduler(model_revision="r2")])
+
+
+async def test_a_busy_replica_is_overload_though_another_serves_another_model(two_models: Client) -> None:
+    call = generate(two_models, spec(model_revision="r1"))
+    await two_models.scheduler.refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+
+    error = await error_of(call)
+
+    assert (error.code(), error.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+
+
+async def test_a_request_waits_for_the_one_replica_of_its_model_to_come_back(two_models: Client) -> None:
+    call = generate(two_models, spec(model_revision="r1"))
+    await two_models.scheduler.accept()
+
+    two_models.scheduler.drop()
+
+    again = await two_models.scheduler.accept()
+    two_models.scheduler.send(again, ids("fox"), LENGTH)
+    assert (await call).outputs[0].text == "fox"
+
+
+async def test_a_new_request_for_a_model_that_is_away_may_be_tried_again(two_models: Client) -> None:
+    await two_models.scheduler.stop()
+    while len(two_models.router.replicas.connected) == 2:
+        await two_models.router.replicas.wait_change()
+
+    error = await error_of(generate(two_models, spec(model_revision="r1")))
+
+    message = "no scheduler that serves model revision 'r1' is connected"
+    assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, message)
+
+
 async def test_a_scheduler_that_stays_away_is_unavailable_in_the_end(start_router: StartRouter) -> None:
     client = await start_router(reconnect_timeout=0.2)
     call = generate(client, spec())
