@@ -114,23 +114,33 @@ def shell_words(text: str) -> str:
 
 def positive_int(text: str) -> int:
     """Of a flag: 1 or more."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
-    return int(text)
+    return _at_least(1, text)
 
 
 def positive_float(text: str) -> float:
     """Of a flag: more than 0."""
-    if not 0 < float(text) < float("inf"):
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"must be more than 0, not {text}")
-    return float(text)
+    return number
 
 
 def count(text: str) -> int:
     """Of a flag: 0 or more."""
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, not {text}")
-    return int(text)
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, not {text}")
+    return number
 
 
 @contextmanager

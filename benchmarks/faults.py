@@ -19,7 +19,7 @@ import grpc
 from benchmarks.cluster import Cluster, LaunchedCluster, Layout, Replica, until
 from benchmarks.command import BareParser, BenchmarkError, failing_in_one_line, positive_int
 from benchmarks.faulty_shard import POISON, TOO_LARGE
-from benchmarks.random_model import SHAPES, random_model
+from benchmarks.random_model import MAX_MODEL_LEN, SHAPES, random_model
 from benchmarks.resuming_client import Clients, ResumingStream
 from benchmarks.tcp_proxy import TcpProxy
 from pagoda.v1 import inference_pb2 as pb
@@ -232,11 +232,13 @@ def request(prompt: Sequence[int], max_tokens: int, seed: int | None) -> pb.Gene
 
 
 def requests(count: int, max_tokens: int) -> list[pb.GenerateSpec]:
-    """Half of them greedy, half sampled."""
+    """Half of them greedy, half sampled: two by two, so that each of two routers gets both."""
     rng = random.Random(5)  # noqa: S311
     vocab = SHAPES["tiny"]["vocab_size"]
     prompts = [[rng.randrange(8, vocab) for _ in range(_PROMPT_TOKENS)] for _ in range(count)]
-    return [request(prompt, max_tokens, index if index % 2 else None) for index, prompt in enumerate(prompts)]
+    return [
+        request(prompt, max_tokens, index if index // 2 % 2 else None) for index, prompt in enumerate(prompts)
+    ]
 
 
 async def strike(
@@ -281,11 +283,18 @@ async def strike(
 
 
 async def undisturbed(cluster: Cluster, specs: Sequence[pb.GenerateSpec]) -> list[list[int]]:
-    """The tokens of each request."""
+    """The tokens of each request.
+
+    Raises:
+        BenchmarkError: one doesn't end well though nothing fails.
+    """
     clients = Clients(cluster.addresses)
     streams = [clients.stream(spec) for spec in specs]
     await asyncio.gather(*(stream.task for stream in streams))
     await clients.close()
+    for stream in streams:
+        if stream.code is not grpc.StatusCode.OK:
+            raise BenchmarkError(f"a request fails without a fault, with {stream.code}: {stream.message}")
     return [stream.token_ids for stream in streams]
 
 
@@ -334,15 +343,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = BareParser("faults", __doc__)
     every = {**QUICK, **OF_RANKS, **OF_LAUNCHER, **OF_REPLICAS, **SLOW}
     parser.add_argument("--quick", action="store_true", help="hang for seconds, leave out what takes minutes")
-    parser.add_argument("--only", nargs="+", choices=list(every), default=list(every), help="faults")
+    parser.add_argument("--only", nargs="+", choices=list(every), metavar="FAULT", help=", ".join(every))
     parser.add_argument("--requests", type=positive_int, default=8, help="streams at once")
     parser.add_argument("--max-tokens", type=positive_int, default=600, help="output of each")
     options = parser.parse_args(arguments)
+    most = MAX_MODEL_LEN - _PROMPT_TOKENS
+    if options.max_tokens > most:
+        parser.error(f"argument --max-tokens: must be at most {most}, not {options.max_tokens}")
+    if options.quick and (slow := [name for name in options.only or () if name in SLOW]):
+        parser.error(f"argument --only: {slow[0]} takes minutes; leave out --quick")
     specs = requests(options.requests, options.max_tokens)
     hang_s, step_timeout_s = (
         (QUICK_HANG_S, QUICK_STEP_TIMEOUT_S) if options.quick else (HANG_S, STEP_TIMEOUT_S)
     )
-    wanted = [name for name in options.only if not (options.quick and name in SLOW)]
+    wanted = options.only or [name for name in every if not (options.quick and name in SLOW)]
     lines = []
     with failing_in_one_line(parser.prog):
         for some, replicas, ranks in (({**QUICK, **SLOW}, 1, 1), (OF_RANKS, 1, 2), (OF_REPLICAS, 2, 1)):

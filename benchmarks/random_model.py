@@ -14,6 +14,7 @@ from shard.model_config import load_model_config
 from shard.models import DecoderModel
 from shard.weights import INDEX
 
+MAX_MODEL_LEN: Final = 8192
 # Those of Llama 3.2 1B and Llama 3.1 8B; `tiny` is for tests.
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "tiny": {
@@ -48,7 +49,7 @@ _COMMON: Final[dict[str, Any]] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_act": "silu",
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": MAX_MODEL_LEN,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500_000.0,
     "bos_token_id": 0,

@@ -145,7 +145,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             asyncio.run(measure(asked, replicas, options.routers, options.concurrency))
             for replicas in (1, options.replicas)
         ]
-        lines[1]["of_one_replica"] = round(lines[1]["hit_ratio"] / lines[0]["hit_ratio"], 4)
+        # One request or unlike ones find nothing in any cache.
+        best = lines[0]["hit_ratio"]
+        lines[1]["of_one_replica"] = round(lines[1]["hit_ratio"] / best, 4) if best else None
         for line in lines:
             print(json.dumps(line), flush=True)
 

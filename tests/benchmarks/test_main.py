@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import kv_waste, replicas, scheduler, simulate
+from benchmarks import faults, kv_waste, replicas, scheduler, simulate, soak
 
 Capture = pytest.CaptureFixture[str]
 
@@ -89,6 +89,15 @@ def test_results_are_kept(tmp_path: Path, capsys: Capture) -> None:
         (simulate.main, ["--latency-bound", "0"], "--latency-bound: must be more than 0, not 0"),
         (simulate.main, ["--requests", "-1"], "--requests: must be at least 0, not -1"),
         (simulate.main, ["--sweep-requests", "0"], "--sweep-requests: must be at least 1, not 0"),
+        (soak.main, ["--minutes", "nan"], "--minutes: must be more than 0, not nan"),
+        (soak.main, ["--minutes", "long"], "--minutes: must be more than 0, not long"),
+        (faults.main, ["--requests", "1.5"], "--requests: must be at least 1, not 1.5"),
+        (faults.main, ["--max-tokens", "9000"], "--max-tokens: must be at most 8152, not 9000"),
+        (
+            faults.main,
+            ["--quick", "--only", "router_connection_half_open"],
+            "--only: router_connection_half_open takes minutes; leave out --quick",
+        ),
     ],
 )
 def test_a_bad_flag_is_named(
@@ -128,3 +137,15 @@ def test_several_replicas_find_nearly_what_one_finds_and_share_the_work(capsys: 
     assert (one["replicas"], four["replicas"]) == (1, 4)
     assert four["of_one_replica"] >= 0.9
     assert four["imbalance"] <= 1.5
+
+
+def test_what_no_cache_can_find_has_no_share_of_it(capsys: Capture) -> None:
+    replicas.main(["--requests=1", "--replicas=2"])
+
+    assert [line.get("of_one_replica") for line in lines(capsys)] == [None, None]
+
+
+def test_each_of_two_routers_gets_greedy_and_sampled_requests_to_lose() -> None:
+    temperatures = [spec.sampling.temperature for spec in faults.requests(8, 4)]
+
+    assert [sum(temperatures[router::2]) for router in range(2)] == [2, 2]

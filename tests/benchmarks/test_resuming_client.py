@@ -30,7 +30,7 @@ class Routers:
         yield pb.GenerateStreamResponse(delta=pb.OutputDelta(token_ids=[number], finish_reason=reason))
         if number == 1:
             nothing: Any = grpc.aio.Metadata()
-            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "gone")
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "gone", "")
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(seed=7)])
