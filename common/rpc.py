@@ -80,8 +80,8 @@ def check_address(option: str, address: str) -> None:
     try:
         if not address.startswith("unix:"):
             split_host_port(address)
-        elif len(address.removeprefix("unix:").encode()) > 100:
-            raise AddressError(f"{address!r}: a Unix socket's path is at most 100 bytes long")
+        elif not 0 < len(address.removeprefix("unix:").encode()) <= 100:
+            raise AddressError(f"{address!r}: a Unix socket's path is 1 to 100 bytes long")
     except AddressError as error:
         raise AddressError(f"{option} {error}") from error
 
@@ -114,6 +114,19 @@ def check_exposure(option: str, address: str, missing: str, insecure: bool) -> N
             "or --insecure if you trust everybody on the way"
         )
     _log.warning("%s %s is beyond this machine, without %s", option, address, missing)
+
+
+def check_peer(option: str, address: str, missing: str, insecure: bool) -> None:
+    """As `check_exposure`, of an address to connect to.
+
+    Raises:
+        AddressError: also where it is none that a server can have.
+    """
+    if address.startswith("dns:"):
+        raise AddressError(f"{option} {address}: only --scheduler-addresses takes dns:; give HOST:PORT")
+    check_exposure(option, address, missing, insecure)
+    if not address.startswith("unix:") and not split_host_port(address)[1]:
+        raise AddressError(f"{option} {address}: nobody listens on port 0; give 1 to 65535")
 
 
 def check_listener(

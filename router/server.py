@@ -218,7 +218,7 @@ def _check_addresses(config: RouterConfig, tls: ServerTls | None, scheduler_tls:
     missing = "" if scheduler_tls else "--scheduler-tls-ca-file"
     for address in config.scheduler_addresses:
         named = address.removeprefix(PREFIX)
-        rpc.check_exposure("--scheduler-addresses", named, missing, config.insecure)
+        rpc.check_peer("--scheduler-addresses", named, missing, config.insecure)
         if named != address and named.startswith("unix:"):
             raise AddressError(f"--scheduler-addresses {address}: after {PREFIX} comes HOST:PORT")
     if tls is None:

@@ -20,8 +20,8 @@ from common.rpc import (
     add_health_aio,
     add_reflection,
     bind,
-    check_exposure,
     check_listener,
+    check_peer,
     health_status,
 )
 from common.tls import ClientTls, ServerTls, client_tls, server_tls
@@ -142,8 +142,10 @@ def _check_addresses(config: SchedulerConfig, tls: ServerTls | None, shard_tls: 
     if not config.shard_addresses:
         raise AddressError("--shard-addresses: give at least one")
     missing = "" if shard_tls else "--shard-tls-ca-file"
-    for address in config.shard_addresses:
-        check_exposure("--shard-addresses", address, missing, config.insecure)
+    for place, address in enumerate(config.shard_addresses):
+        check_peer("--shard-addresses", address, missing, config.insecure)
+        if address in config.shard_addresses[:place]:
+            raise AddressError(f"--shard-addresses {address}: stands there twice; each rank has its own")
     check_listener(config.listen_address, tls, config.insecure)
     if config.gateway_address:
         check_listener(config.gateway_address, tls, config.insecure, "--gateway-address")

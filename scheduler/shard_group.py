@@ -72,7 +72,13 @@ class ShardGroup:
             ShardError: a rank loads or is away.
             ConfigurationError: these are not the ranks of one group, in their order.
         """
-        ranks = await asyncio.gather(*map(self._describe, self._addresses, self._ranks))
+        answers = map(self._describe, self._addresses, self._ranks)
+        ranks = []
+        # In their order, so that while several are away it is always the same one that is named.
+        for answer in await asyncio.gather(*answers, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                raise answer
+            ranks.append(answer)
         for index, (address, rank) in enumerate(zip(self._addresses, ranks, strict=True)):
             if (rank.rank, rank.world_size) != (index, len(ranks)):
                 raise ConfigurationError(

@@ -8,8 +8,11 @@ whole. Where there are more ranks than KV heads, neighbouring ranks hold the sam
 import fcntl
 import logging
 import os
+import re
 import socket
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Final
@@ -117,6 +120,10 @@ class RankMismatchError(ValueError):
     """The ranks of a group don't belong together; the message says in what they differ."""
 
 
+class RankLostError(Exception):
+    """Another rank is gone, hangs, or can't be reached. The group may be formed anew."""
+
+
 class Rendezvous:
     """Where the ranks of a group find each other: rank 0 serves it, for as long as its process lives."""
 
@@ -126,8 +133,22 @@ class Rendezvous:
         self.address = f"{host}:{self._store.port}"
 
 
+@contextmanager
+def _losing(meaning: str) -> Iterator[None]:
+    """For a lost rank, torch has but RuntimeErrors, which begin with a place in its code."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0]
+        raise RankLostError(f"{meaning}: {reason}") from error
+
+
 class RankGroup:
-    """The ranks of one model. Collectives block until every rank takes part, and fail if one is gone.
+    """The ranks of one model. Collectives block until every rank takes part.
+
+    They raise RankLostError if one is gone.
 
     Before the first `join`, a rank is alone: it can be run, to learn how much memory that takes.
 
@@ -148,21 +169,27 @@ class RankGroup:
 
         Raises:
             RankMismatchError: another rank has another identity or configuration.
-            RuntimeError: not all ranks came in time.
+            RankLostError: not all ranks came in time.
         """
         self.leave()
         agreed = f"{self._identity}, {configuration}"
         host, _, port = address.rpartition(":")
         waiting = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
-        store = PrefixStore(f"epoch-{epoch}", TCPStore(host, int(port), timeout=waiting))
-        store.set(f"agreed-{self.rank}", agreed)
+        with _losing(f"rank {self.rank} can't reach rank 0 at {address}, its --rendezvous-host"):
+            store = PrefixStore(f"epoch-{epoch}", TCPStore(host, int(port), timeout=waiting))
+            store.set(f"agreed-{self.rank}", agreed)
         for rank in range(self.world_size):
-            theirs = store.get(f"agreed-{rank}").decode()
+            with _losing(f"rank {rank} didn't come to {address} within {RENDEZVOUS_TIMEOUT_S:g} s"):
+                theirs = store.get(f"agreed-{rank}").decode()
             if theirs != agreed:
                 raise RankMismatchError(f"rank {self.rank} has {agreed}; rank {rank} has {theirs}")
-        dist.init_process_group(
-            self._backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self._timeout
-        )
+        with _losing(
+            f"rank {self.rank} met the others at {address} but can't connect to all of them; the "
+            "--rendezvous-host of each must be its own machine's address"
+        ):
+            dist.init_process_group(
+                self._backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self._timeout
+            )
         log.info("rank %d of %d joined epoch %d at %s", self.rank, self.world_size, epoch, address)
 
     def leave(self) -> None:
@@ -170,12 +197,14 @@ class RankGroup:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    @_losing("another rank is gone or hangs")
     def any(self, flag: bool) -> bool:
         """Whether it is true on any rank."""
         count = torch.tensor([int(flag)], device=self._device)
         dist.all_reduce(count)
         return bool(count.item())
 
+    @_losing("another rank is gone or hangs")
     def all_reduce(self, x: Tensor) -> None:
         """Sums `x` over all ranks, in place.
 
@@ -193,10 +222,12 @@ class RankGroup:
         for part in parts[1:]:
             x.add_(part)
 
+    @_losing("another rank is gone or hangs")
     def broadcast(self, x: Tensor) -> None:
         """Rank 0's `x` on all ranks, in place."""
         dist.broadcast(x, 0)
 
+    @_losing("another rank is gone or hangs")
     def gather(self, x: Tensor) -> list[Tensor] | None:
         """Every rank's `x`, all of one shape, on rank 0; elsewhere None."""
         parts = None if self.rank else [torch.empty_like(x) for _ in range(self.world_size)]

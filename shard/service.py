@@ -29,7 +29,7 @@ from pagoda.shard.v1.shard_pb2_grpc import ShardServiceServicer
 from shard import metrics
 from shard.constraints import ConstraintError, Grammars
 from shard.executor import StepError, StepExecutor
-from shard.parallel import RankMismatchError, Rendezvous
+from shard.parallel import RankLostError, RankMismatchError, Rendezvous
 from shard.results import StepResult
 
 log = logging.getLogger(__name__)
@@ -106,6 +106,9 @@ class ShardService(ShardServiceServicer):
             kept = self._compute.submit(loaded.executor.configure, request).result()
         except RankMismatchError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except RankLostError as error:
+            log.warning("epoch %d can't begin: %s", request.epoch, error)
+            _unavailable(context, str(error))
         except (RuntimeError, MemoryError) as error:
             log.exception("configure failed")
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{wanted} bytes of blocks: {error}")
@@ -174,7 +177,9 @@ class ShardService(ShardServiceServicer):
 
     def _run(self, command: ExecuteRequest, ended: threading.Event) -> StepResult:
         if ended.is_set() or command.epoch != self._epoch:
-            raise StepError(f"epoch {command.epoch} has ended; the shard serves epoch {self._epoch}")
+            raise StepError(
+                f"epoch {command.epoch} has ended; the shard serves epoch {self._epoch}, for one scheduler"
+            )
         assert self.loaded  # noqa: S101
         return self.loaded.executor.execute(command)
 
@@ -186,6 +191,10 @@ class ShardService(ShardServiceServicer):
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except CancelledError:
             context.abort(grpc.StatusCode.ABORTED, "the stream has ended")
+        except RankLostError as error:
+            metrics.FAILURES.inc()
+            log.error("a step failed: %s", error)
+            _unavailable(context, str(error))
         except Exception as error:
             metrics.FAILURES.inc()
             log.exception("a step failed")

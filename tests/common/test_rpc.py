@@ -21,6 +21,7 @@ from common.rpc import (
     add_health_aio,
     bind,
     check_address,
+    check_peer,
     failure_code,
     split_host_port,
 )
@@ -163,8 +164,21 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 def test_a_unix_path_that_the_kernel_would_cut_is_refused() -> None:
     check_address("--option", "unix:/tmp/short")
 
-    with pytest.raises(AddressError, match="at most 100 bytes"):
-        check_address("--option", "unix:/" + "x" * 100)
+    for path in ("", "/" + "x" * 100):
+        with pytest.raises(AddressError, match="1 to 100 bytes"):
+            check_address("--option", f"unix:{path}")
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("127.0.0.1:0", "nobody listens on port 0; give 1 to 65535"),
+        ("dns:localhost:50053", "only --scheduler-addresses takes dns:; give HOST:PORT"),
+    ],
+)
+def test_what_no_server_can_have_is_no_address_to_connect_to(address: str, problem: str) -> None:
+    with pytest.raises(AddressError, match=f"^--option {address}: {problem}$"):
+        check_peer("--option", address, "--any-tls-ca-file", insecure=True)
 
 
 def test_a_port_is_bound_once() -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from shard.model_config import ModelError, load_model_config
-from shard.parallel import Partition
+from shard.parallel import Partition, RankGroup, RankLostError, Rendezvous
 from tests.oracle import tiny_model
 from tests.shard.sum_process import part
 
@@ -132,3 +134,38 @@ def test_sums_are_in_the_order_of_the_ranks() -> None:
     expected = (part(0) + part(1)) + part(2)
     assert not expected.equal(part(0) + (part(1) + part(2)))
     assert found == [expected.numpy().tobytes().hex()] * 3
+
+
+@pytest.fixture
+def group() -> RankGroup:
+    """The first of two ranks."""
+    return RankGroup(Partition(0, 2), torch.device("cpu"), 1.0, "model")
+
+
+def test_a_rank_that_never_comes_is_named(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shard.parallel.RENDEZVOUS_TIMEOUT_S", 0.1)
+    rendezvous = Rendezvous("127.0.0.1")
+
+    with pytest.raises(RankLostError, match=rf"^rank 1 didn't come to {rendezvous.address} within 0.1 s: "):
+        group.join(rendezvous.address, 1, "")
+
+
+def test_a_rendezvous_where_nobody_is_is_named(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shard.parallel.RENDEZVOUS_TIMEOUT_S", 0.1)
+
+    with pytest.raises(
+        RankLostError, match=r"^rank 0 can't reach rank 0 at 127\.0\.0\.1:1, its --rendezvous-host"
+    ):
+        group.join("127.0.0.1:1", 1, "")
+
+
+def test_what_torch_says_of_a_lost_rank_is_one_line_without_its_own_places(
+    group: RankGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broadcast(*_: object) -> None:
+        raise RuntimeError("[/built/at/pair.cc:81] Timed out waiting 10 ms\nframe #1: a.so")
+
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+
+    with pytest.raises(RankLostError, match=r"^another rank is gone or hangs: Timed out waiting 10 ms$"):
+        group.broadcast(torch.zeros(1))

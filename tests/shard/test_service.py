@@ -27,6 +27,7 @@ from pagoda.v1.inference_pb2 import Choices, Constraint, PriorOutput
 from pagoda.v1.sampling_pb2 import SamplingParams
 from shard.constraints import Grammars
 from shard.executor import StepExecutor
+from shard.parallel import RankLostError
 from shard.service import Loaded, ShardService
 from tests.router.models import byte_level_bpe
 
@@ -225,3 +226,39 @@ def test_what_there_is_of_outputs_is_tried_on_their_constraint(
     )
 
     assert stub.PrepareConstraint(request) == PrepareConstraintResponse(broken_output=broken)
+
+
+def lose_rank(*_: Any) -> None:
+    raise RankLostError("rank 1 didn't come")
+
+
+def status_of(call: Any) -> tuple[grpc.StatusCode, str | None]:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return caught.value.code(), caught.value.details()
+
+
+def test_a_rank_that_is_late_for_an_epoch_is_waited_for(
+    stub: ShardServiceStub, loaded: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loaded.executor, "configure", lose_rank)
+
+    status = status_of(lambda: stub.Configure(configuration()))
+
+    # What asks too much is RESOURCE_EXHAUSTED, and ends the scheduler.
+    assert status == (grpc.StatusCode.UNAVAILABLE, "rank 1 didn't come")
+    [line] = caplog.records
+    assert (line.getMessage(), line.exc_info) == ("epoch 1 can't begin: rank 1 didn't come", None)
+
+
+def test_a_rank_that_is_lost_within_a_step_is_no_fault_with_a_traceback(
+    stub: ShardServiceStub, loaded: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub.Configure(configuration())
+    monkeypatch.setattr(loaded.executor, "execute", lose_rank)
+
+    status = status_of(lambda: list(execute(stub, [prefill()])))
+
+    assert status == (grpc.StatusCode.UNAVAILABLE, "rank 1 didn't come")
+    [line] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert (line.getMessage(), line.exc_info) == ("a step failed: rank 1 didn't come", None)
