@@ -243,7 +243,7 @@ class Generation:
 
     async def _wait_for_replica(self) -> None:
         of_model = f" that serves model revision {self.model_revision!r}" if self._replicas.available else ""
-        refusal = self._refusal or unavailable(f"no scheduler{of_model} is connected")
+        refusal = self._refusal or unavailable("no scheduler is connected" + of_model)
         if self._replicas.closed:
             message = "this router is shutting down; resume with prior_outputs (gRPC), or ask anew (HTTP)"
             raise unavailable(message, "SHUTTING_DOWN")

@@ -421,7 +421,7 @@ async def test_a_new_request_for_a_model_that_is_away_may_be_tried_again(two_mod
 
     error = await error_of(generate(two_models, spec(model_revision="r1")))
 
-    message = "no scheduler that serves model revision 'r1' is connected"
+    message = "no scheduler is connected that serves model revision 'r1'"
     assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, message)
 
 
