@@ -81,7 +81,7 @@ def rank_specs(config: RanksConfig, options: Sequence[str]) -> list[ChildSpec]:
     """One process for each rank of this machine, all with `options`.
 
     Raises:
-        PreflightError: ranks and machines don't go together.
+        PreflightError: ranks and machines don't go together, or `options` say what is each rank's own.
         AddressError: an address is malformed, or leaves too few ports above it.
     """
     if config.tensor_parallel_size % config.nnodes:
@@ -99,6 +99,10 @@ def rank_specs(config: RanksConfig, options: Sequence[str]) -> list[ChildSpec]:
             "metrics-address": metrics,
             "shutdown-grace": config.shutdown_grace,
         }
+        if twice := [word for word in options if word.partition("=")[0] in {f"--{flag}" for flag in flags}]:
+            raise PreflightError(
+                f"{twice[0]}: leave it out after --; `ranks` sets it from what stands before"
+            )
         own = [f"--{flag}={value}" for flag, value in flags.items()]
         specs.append(
             ChildSpec(

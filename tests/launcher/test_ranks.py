@@ -120,3 +120,9 @@ def test_other_paths_say_where_to_look() -> None:
 
     assert status == 404
     assert "/metrics is at the ports of the ranks" in body
+
+
+@pytest.mark.parametrize("option", ["--rank", "--rank=1", "--tensor-parallel-size=4", "--shutdown-grace=5"])
+def test_what_ranks_sets_itself_is_refused_after_the_border(option: str) -> None:
+    with pytest.raises(PreflightError, match=f"^{option}: leave it out after --"):
+        rank_specs(RanksConfig(tensor_parallel_size=2), ["--model=/model", option])
