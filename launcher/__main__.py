@@ -3,7 +3,7 @@
 import os
 import sys
 
-from common import quiet_grpc  # noqa: F401
+from common import quiet_libraries  # noqa: F401
 from launcher import preflight
 
 COMMANDS = ("serve", "chat", "ranks")

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 
-from common import config, lifecycle, logs, quiet_grpc  # noqa: F401
+from common import config, lifecycle, logs, quiet_libraries  # noqa: F401
 from common.config import ConfigError
 from common.model_files import ModelFilesError
 from common.rpc import AddressError

@@ -1,4 +1,4 @@
-from common import quiet_grpc  # noqa: F401
+from common import quiet_libraries  # noqa: F401
 from shard.server import main
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""gRPC's own words never stand among a process's lines."""
+"""The own words of gRPC and torch never stand among a process's lines."""
 
 import socket
 import subprocess
@@ -33,3 +33,23 @@ def test_an_address_that_is_taken_is_one_line(process: str, needed: dict[str, li
     assert done.returncode == 2
     assert done.stderr.startswith(f"python -m {process}: --listen-address {address}: can't be bound")
     assert done.stderr.count("\n") == 1
+
+
+LONELY = """
+import shard.__main__
+from shard import parallel
+parallel.RENDEZVOUS_TIMEOUT_S = 0.1
+import torch
+rendezvous = parallel.Rendezvous("127.0.0.1")
+group = parallel.RankGroup(parallel.Partition(0, 2), torch.device("cpu"), 1.0, "model")
+try:
+    group.join(rendezvous.address, 1, "")
+except parallel.RankLostError:
+    print("lost")
+"""
+
+
+def test_a_rank_that_never_comes_prints_nothing_of_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", LONELY], capture_output=True, text=True, timeout=60)
+
+    assert (done.stdout, done.stderr) == ("lost\n", "")
