@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Final
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -18,6 +19,9 @@ from router.errors import RETRYABLE, RequestError, from_refusal, unavailable
 from router.replicas import Replicas
 from router.scheduler_link import Connection, Key
 from router.validation import Request
+
+# What one scheduler finds invalid there, all do; else it is too large for that one's limits alone.
+_OF_NO_REPLICA: Final = ("spec.constraint", "spec.prior_outputs")
 
 
 class Generation:
@@ -132,8 +136,12 @@ class Generation:
     def on_refused(self, refused: RequestRefused) -> None:
         assert self._connection is not None  # noqa: S101
         error = from_refusal(refused)
-        if error.code in RETRYABLE:
-            self._refusal = error
+        too_large = error.code is grpc.StatusCode.INVALID_ARGUMENT and error.field not in _OF_NO_REPLICA
+        if too_large and self._accepted:
+            error = unavailable(f"no scheduler is connected that can go on with it: {error.message}")
+        if error.code in RETRYABLE or too_large:
+            if error.code in RETRYABLE or self._refusal is None:
+                self._refusal = error
             self._refusers.add(self._connection)
             if self._accepted and self._lost_at is None:
                 self._lost_at = time.monotonic()

@@ -389,6 +389,69 @@ async def test_a_client_is_not_resumed_on_another_model(client: Client) -> None:
 
 
 @pytest.fixture
+async def two(start_router: StartRouter) -> Client:
+    """Two replicas of one model, perhaps with unlike pools."""
+    return await start_router([FakeScheduler(), FakeScheduler()])
+
+
+TOO_LARGE = (grpc.StatusCode.INVALID_ARGUMENT, "the KV pool holds 64 tokens")
+
+
+async def test_what_is_too_large_for_one_replica_is_asked_of_the_others(two: Client) -> None:
+    call = generate(two, spec())
+    small, large = await pick(two)
+    await small.refuse(*TOO_LARGE, field="spec.stop.max_tokens")
+
+    large.send(await large.accept(), ids("fox"), LENGTH)
+
+    assert (await call).outputs[0].text == "fox"
+
+
+async def test_what_is_too_large_for_all_replicas_is_invalid(two: Client) -> None:
+    call = generate(two, spec())
+    for fake in await pick(two):
+        await fake.refuse(*TOO_LARGE, field="spec.stop.max_tokens")
+
+    error = await error_of(call)
+
+    assert (error.code(), error.details()) == (TOO_LARGE[0], f"spec.stop.max_tokens: {TOO_LARGE[1]}")
+
+
+async def test_a_request_that_fits_only_a_full_replica_is_overload(two: Client) -> None:
+    call = generate(two, spec())
+    full, small = await pick(two)
+    await full.refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+    await small.refuse(*TOO_LARGE, field="spec.stop.max_tokens")
+
+    assert (await error_of(call)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_constraint_that_one_replica_finds_invalid_is_asked_of_no_other(two: Client) -> None:
+    call = generate(two, spec())
+    one, other = await pick(two)
+    await one.refuse(grpc.StatusCode.INVALID_ARGUMENT, "not a schema", field="spec.constraint")
+
+    assert (await error_of(call)).code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert other.submits.empty()
+
+
+async def test_a_request_too_large_for_what_is_left_waits_for_its_replica(two: Client) -> None:
+    call = generate(two, spec())
+    large, small = await pick(two)
+    large.send(await large.accept(), ids("fox")[:1])
+
+    large.drop()
+    # It may be back before it is asked of the other.
+    asked, _ = await pick(two)
+    if asked is small:
+        await small.refuse(*TOO_LARGE, field="spec.stop.max_tokens")
+    again = await large.accept()
+    large.send(again, [EOS], STOP)
+
+    assert list((await call).outputs[0].token_ids) == [ids("fox")[0], EOS]
+
+
+@pytest.fixture
 async def two_models(start_router: StartRouter) -> Client:
     """Of two replicas, as in an update: the first serves r1, the other r2."""
     return await start_router([FakeScheduler(), FakeScheduler(model_revision="r2")])
