@@ -6,6 +6,7 @@ import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from common.lifecycle import stop_signals
@@ -67,6 +68,8 @@ class Child:
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
         self._process: subprocess.Popen[bytes] | None = None
+        # Of its own: on few cores, waits for many children would take all threads that probes are asked from.
+        self._waiting = ThreadPoolExecutor(1, thread_name_prefix=spec.name)
 
     def start(self) -> None:
         """Starts the process."""
@@ -78,7 +81,7 @@ class Child:
         """Waits until the process ends; its exit status, or minus the signal that killed it."""
         if self._process is None:
             return 0
-        status = await asyncio.to_thread(self._process.wait)
+        status = await asyncio.get_running_loop().run_in_executor(self._waiting, self._process.wait)
         if self._process.stdin is not None:
             self._process.stdin.close()
         return status

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
@@ -79,6 +80,22 @@ async def test_the_others_go_on_without_what_is_not_essential(
     assert await read(events, 1) == ["started router"]
     stop.first.set()
     assert await read(events, 1) == ["stopped router"]
+    assert await run == 0
+
+
+async def test_children_leave_threads_to_ask_for_their_probes(events: Events, stop: StopSignals) -> None:
+    threads = 2
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads))
+    specs = [polite(f"shard-{rank}", events[0]) for rank in range(threads)]
+    _, run = running([], stop, *specs)
+
+    try:
+        async with asyncio.timeout(20):
+            started = await read(events, len(specs))
+    finally:
+        stop.first.set()
+
+    assert len(started) == len(specs)
     assert await run == 0
 
 
