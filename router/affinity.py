@@ -17,8 +17,8 @@ BLOCK_TOKENS: Final = 16
 # A prompt of which nothing is known goes by so much of its beginning.
 FIRST_BLOCKS: Final = 4
 # Of the mean load; and tokens that are nobody's overload.
-BOUND: Final = 1.25
-SLACK_TOKENS: Final = 512
+BOUND: Final = 1.1
+SLACK_TOKENS: Final = 256
 MAX_REMEMBERED: Final = 1 << 17
 # Of one prompt. What comes after so many tells little more, and takes milliseconds to hash.
 MAX_BLOCKS: Final = 2048
