@@ -1,11 +1,12 @@
 """OpenAI's API over HTTP, as vLLM's load generator sees it: our server against vLLM's own.
 
-`vllm bench serve` streams the same random prompts from both servers in turn, so many at a time.
+`vllm bench serve` streams the same random prompts from both servers, so many at a time. Each server has the
+machine to itself, since even one that waits has threads and memory.
 """
 
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from typing import Any, Final
 
 from benchmarks import models, peers
@@ -37,34 +38,35 @@ def parse() -> Parser:
 
 
 def body(options: Namespace, results: Results) -> None:
-    """Starts the servers, and asks them in turn."""
+    """Starts one server after the other, each alone on the machine, and asks it all rounds."""
     model = models.find(options)
     peers.check([GENERATOR], None)
     where = (model.folder, None, options.device, options.dtype)
-    servers = [OURS, *options.peers]
-    addresses = claim_addresses(dict.fromkeys(servers, "127.0.0.1:0"))
-    said: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
-    with ExitStack() as stack:
-        flags = f"{serve_flags(options)} --served-model-name {NAME} --http-address {addresses[OURS]}"
-        stack.callback(PagodaServer(model.folder, flags).close)
-        for name in options.peers:
-            peer = Peer(SERVERS[name], *where, address=addresses[name], served_model_name=NAME)
-            stack.callback(peer.close)
-        generator = Peer(GENERATOR, *where, served_model_name=NAME)
-        stack.callback(generator.close)
-        for round_ in range(1 + (options.rounds or (1 if options.quick else 3))):
-            for name in servers:
-                settle(settle_s(options))
-                answered = _ask(generator, addresses[name], options, seed=round_)
+    said: dict[str, list[dict[str, Any]]] = {}
+    with closing(Peer(GENERATOR, *where, served_model_name=NAME)) as generator:
+        for name in (OURS, *options.peers):
+            address = claim_addresses({name: "127.0.0.1:0"})[name]
+            flags = f"{serve_flags(options)} --served-model-name {NAME} --http-address {address}"
+            with closing(
+                PagodaServer(model.folder, flags)
+                if name == OURS
+                else Peer(SERVERS[name], *where, address=address, served_model_name=NAME)
+            ):
                 # The first round warms up.
-                if round_:
-                    said[name].append(answered)
+                said[name] = [
+                    _ask(generator, address, options, seed) for seed in range(1 + _rounds(options))
+                ][1:]
     for name in options.peers or [None]:
         for line in _lines(said, name):
             results.line({**line, "model": model.name, "dtype": options.dtype, "device": options.device})
 
 
+def _rounds(options: Namespace) -> int:
+    return options.rounds or (1 if options.quick else 3)
+
+
 def _ask(generator: Peer, address: str, options: Namespace, seed: int) -> dict[str, Any]:
+    settle(settle_s(options))
     sizes = {
         "num-prompts": options.requests,
         "max-concurrency": options.streams,
