@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -107,8 +108,10 @@ class Soak:
         """The largest process of each kind, in MiB."""
         sizes: dict[str, int] = {}
         for name, member in self._members():
-            pages = int(Path(f"/proc/{member.pid}/statm").read_text().split()[1])
-            sizes[name] = max(sizes.get(name, 0), pages * 4096 >> 20)
+            # One that was struck may be away.
+            with suppress(FileNotFoundError):
+                pages = int(Path(f"/proc/{member.pid}/statm").read_text().split()[1])
+                sizes[name] = max(sizes.get(name, 0), pages * 4096 >> 20)
         return sizes
 
 

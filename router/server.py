@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 # For statuses to reach clients whose requests outlived the grace.
 _FAREWELL_S: Final = 1.0
+# For calls that came meanwhile to be refused, which to be cut off would tell nobody to go elsewhere.
+_LAST_CALLS_S: Final = 0.2
 _TICK_S: Final = 1.0
 # As gRPC spells it.
 _UNLIMITED: Final = 2**31 - 1
@@ -130,7 +132,7 @@ class Router:
         self._health.close()
         if self.http:
             await self.http.close()
-        await self._server.stop(0)
+        await self._server.stop(_LAST_CALLS_S)
         for task in self._tasks:
             task.cancel()
         if self._tracer is not None:
