@@ -98,6 +98,12 @@ def serve_flags(options: argparse.Namespace) -> str:
     return f"--device {options.device} --dtype {options.dtype} {options.serve_flags}"
 
 
+def rounds_of(options: argparse.Namespace, default: int = 3) -> int:
+    """How often each contender is measured: as told, else `default` times, or once in a quick run."""
+    told: int | None = options.rounds
+    return told or (1 if options.quick else default)
+
+
 def settle_s(options: argparse.Namespace) -> float:
     """How long a run may wait for the machine to fall quiet."""
     return 0.0 if options.quick else 5.0

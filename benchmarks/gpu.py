@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from benchmarks import kernels, throughput
-from benchmarks.command import Parser, execute
+from benchmarks.command import Parser, execute, rounds_of
 from benchmarks.device import device_of
 from benchmarks.random_model import SHAPES
 from benchmarks.results import Results
@@ -33,7 +33,7 @@ def body(options: Namespace, results: Results) -> None:
     device_of(options.device)
     for shape in options.shapes:
         shared = ["--model-shape", shape, "--device", options.device, "--dtype", options.dtype]
-        shared += ["--rounds", str(options.rounds or (1 if options.quick else 2))]
+        shared += ["--rounds", str(rounds_of(options, 2))]
         shared += ["--quick"] if options.quick else []
         kernels.body(kernels.parse().parse_args(shared), results)
         asked = ["--workload", "long-tailed", "--one-at-a-time", "--peers", *options.peers]

@@ -10,7 +10,7 @@ from contextlib import closing
 from typing import Any, Final
 
 from benchmarks import models, peers
-from benchmarks.command import BenchmarkError, Parser, execute, positive_int, serve_flags, settle_s
+from benchmarks.command import BenchmarkError, Parser, execute, positive_int, rounds_of, serve_flags, settle_s
 from benchmarks.contest import settle
 from benchmarks.pagoda_server import PagodaServer
 from benchmarks.peers import Peer
@@ -54,15 +54,11 @@ def body(options: Namespace, results: Results) -> None:
             ):
                 # The first round warms up.
                 said[name] = [
-                    _ask(generator, address, options, seed) for seed in range(1 + _rounds(options))
+                    _ask(generator, address, options, seed) for seed in range(1 + rounds_of(options))
                 ][1:]
     for name in options.peers or [None]:
         for line in _lines(said, name):
             results.line({**line, "model": model.name, "dtype": options.dtype, "device": options.device})
-
-
-def _rounds(options: Namespace) -> int:
-    return options.rounds or (1 if options.quick else 3)
 
 
 def _ask(generator: Peer, address: str, options: Namespace, seed: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import models, peers
-from benchmarks.command import Parser, execute, positive_int, serve_flags, settle_s
+from benchmarks.command import Parser, execute, positive_int, rounds_of, serve_flags, settle_s
 from benchmarks.contest import contest
 from benchmarks.device import device_of
 from benchmarks.matmul_limit import LimitContender
@@ -58,7 +58,7 @@ def body(options: Namespace, results: Results) -> None:
     makers |= {
         name: partial(StreamingPeer, name, model.folder, model.gguf, device, dtype) for name in options.peers
     }
-    rounds = options.rounds or (1 if options.quick else 5)
+    rounds = rounds_of(options, 5)
     work = [single(model.vocab_size, options.prompt, options.output_tokens, seed) for seed in range(rounds)]
     warm_up = single(model.vocab_size, 16, 4, seed=rounds)
     runs = contest(makers, work, warm_up, device == "cuda", settle_s(options))

@@ -21,7 +21,7 @@ import grpc
 
 from benchmarks import models
 from benchmarks.child_process import ChildProcess
-from benchmarks.command import Parser, execute, positive_int, settle_s
+from benchmarks.command import Parser, execute, positive_int, rounds_of, settle_s
 from benchmarks.contest import settle
 from benchmarks.pagoda_server import spec
 from benchmarks.results import Results, comparison
@@ -285,7 +285,7 @@ async def measure(options: Namespace, results: Results, stack: Stack, vocab_size
     background = make([(16, options.background_tokens)] * (count - 1), vocab_size)
     rates: dict[str, list[float]] = {name: [] for name in stack.connects}
     firsts: dict[str, list[float]] = {name: [] for name in stack.connects}
-    for _ in range(options.rounds or (1 if options.quick else 3)):
+    for _ in range(rounds_of(options)):
         for name, connect in stack.connects.items():
             settle(settle_s(options))
             async with connect() as client:

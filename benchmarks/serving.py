@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import models, peers
-from benchmarks.command import Parser, execute, positive_float, positive_int, serve_flags, settle_s
+from benchmarks.command import Parser, execute, positive_float, positive_int, rounds_of, serve_flags, settle_s
 from benchmarks.contest import contest
 from benchmarks.device import device_of
 from benchmarks.pagoda_server import PagodaServer
@@ -102,7 +102,7 @@ def _long_prompt(options: Namespace, model: models.Model, flags: str) -> list[di
         CHUNKED: partial(PagodaServer, model.folder, flags, "pagoda-chunked"),
         UNCHUNKED: partial(PagodaServer, model.folder, whole, "pagoda-unchunked"),
     }
-    rounds = options.rounds or (1 if options.quick else 3)
+    rounds = rounds_of(options)
     work = [beside_a_long_prompt(model.vocab_size, prompt, shorts, rate, seed) for seed in range(rounds)]
     idle = make([(32, 8)], model.vocab_size, seed=rounds)
     runs = contest(makers, [*work, idle], idle, options.device == "cuda", settle_s(options))

@@ -15,7 +15,7 @@ import grpc
 
 from benchmarks import models, peers
 from benchmarks.child_process import ChildProcess
-from benchmarks.command import BenchmarkError, Parser, execute, serve_flags, settle_s
+from benchmarks.command import BenchmarkError, Parser, execute, rounds_of, serve_flags, settle_s
 from benchmarks.contest import settle
 from benchmarks.device import device_of
 from benchmarks.pagoda_server import serve_command, spec
@@ -105,7 +105,7 @@ def body(options: Namespace, results: Results) -> None:
     mine: list[float] = []
     others: dict[str, list[float]] = {name: [] for name in options.peers}
     limits: list[float] = []
-    for _ in range(options.rounds or (1 if options.quick else 2)):
+    for _ in range(rounds_of(options, 2)):
         settle(settle_s(options))
         limits.append(floor(model.folder))
         mine.append(ours(model.folder, flags, model.vocab_size))

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import models, peers
-from benchmarks.command import Parser, execute, serve_flags, settle_s
+from benchmarks.command import Parser, execute, rounds_of, serve_flags, settle_s
 from benchmarks.contest import Makers, contest
 from benchmarks.device import device_of
 from benchmarks.matmul_limit import LimitContender
@@ -76,7 +76,7 @@ def body(options: Namespace, results: Results) -> None:
     model = models.find(options)
     peers.check(options.peers, model.gguf)
     # The same requests in each round; a salt keeps the rounds' KV blocks apart.
-    rounds = options.rounds or (1 if options.quick else 3)
+    rounds = rounds_of(options)
     work = work_of(options, model.vocab_size, 0)
     warm_up = make([(24, 4)] * 4, model.vocab_size, seed=1)
     # Each engine takes most of a GPU's memory.

@@ -56,10 +56,9 @@ def monitor_specs(
         PreflightError: the disk that has `folder` is too full.
     """
     specs = []
-    reason = shortage(folder, "for Prometheus' data", ROOM_BYTES)
-    if reason and "prometheus-address" in addresses:
-        raise PreflightError(f"{reason}; TMPDIR names another folder")
     if prometheus := addresses.get("prometheus-address"):
+        if reason := shortage(folder, "for Prometheus' data", ROOM_BYTES):
+            raise PreflightError(f"{reason}; TMPDIR names another folder")
         file = folder / "prometheus.yaml"
         file.write_text(json.dumps(prometheus_config(watched), indent=1))
         flags = (f"--config.file={file}", f"--storage.tsdb.path={folder}/prometheus")

@@ -15,6 +15,7 @@ from tests.router.models import byte_level_bpe
 
 TOKENIZER = byte_level_bpe()
 EOS = 1
+JSON = {"Content-Type": "application/json"}
 
 
 def ids(text: str) -> list[int]:

@@ -13,9 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from router.inference import Inference
 from router.openai import calls
-from tests.router.openai.conftest import Face, ids
-
-JSON = {"Content-Type": "application/json"}
+from tests.router.openai.conftest import JSON, Face, ids
 
 
 def error_in(response: httpx.Response) -> dict[str, Any]:

@@ -15,9 +15,7 @@ import pytest
 from router import metrics
 from router.openai import calls, server, streaming
 from tests.router.fake_scheduler import STOP
-from tests.router.openai.conftest import EOS, Face, ids
-
-JSON = {"Content-Type": "application/json"}
+from tests.router.openai.conftest import EOS, JSON, Face, ids
 
 
 @asynccontextmanager
