@@ -10,7 +10,7 @@ import grpc
 
 from common import rpc
 from common.http import listen
-from common.lifecycle import stop_event
+from common.lifecycle import calm_garbage_collector, stop_event
 from common.metrics import set_model
 from common.model_files import ModelFiles
 from common.probes import Probes, serve_probes
@@ -191,6 +191,7 @@ async def run(config: RouterConfig) -> None:
         port = serve_block_map(config.block_map_address, config.scheduler_addresses, router.scheduler_tls)
         router.block_map_address = f"{config.block_map_address.rpartition(':')[0]}:{port}"
         _log.info("block map on http://%s/", router.block_map_address)
+    calm_garbage_collector()
     await router.start()
     unix = config.listen_address.startswith("unix:")
     address = config.listen_address if unix else f"{config.listen_address.rpartition(':')[0]}:{router.port}"

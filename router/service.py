@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, closing
 from typing import Any, Final
 
 import grpc
@@ -14,6 +15,7 @@ from router import metrics
 from router.auth import Authenticator
 from router.errors import RequestError, internal, invalid
 from router.inference import Caller, Inference, checked_trace_context
+from router.stall import StallWatch
 
 SERVICE_NAME: Final = "pagoda.v1.InferenceService"
 
@@ -103,22 +105,36 @@ class InferenceService:
     async def _generate_stream(
         self, message: pb.GenerateStreamRequest, caller: Caller, context: Context
     ) -> None:
-        async with self._inference.accepted(message.spec, caller) as running:
-            await self._write(context, pb.GenerateStreamResponse(accepted=running.accepted()))
+        async with self._reading() as watch, self._inference.accepted(message.spec, caller) as running:
+
+            async def write(response: pb.GenerateStreamResponse) -> None:
+                with watch:
+                    await context.write(response.SerializeToString())
+
+            await write(pb.GenerateStreamResponse(accepted=running.accepted()))
             prompt_logprobs = running.prompt_logprobs()
             async for delta in running.deltas():
                 if prompt_logprobs is not None:
-                    await self._write(context, pb.GenerateStreamResponse(prompt_logprobs=prompt_logprobs))
+                    await write(pb.GenerateStreamResponse(prompt_logprobs=prompt_logprobs))
                     prompt_logprobs = None
-                await self._write(context, pb.GenerateStreamResponse(delta=delta))
-            await self._write(context, pb.GenerateStreamResponse(usage=running.usage()))
+                await write(pb.GenerateStreamResponse(delta=delta))
+            await write(pb.GenerateStreamResponse(usage=running.usage()))
 
-    async def _write(self, context: Context, response: pb.GenerateStreamResponse) -> None:
+    @asynccontextmanager
+    async def _reading(self) -> AsyncIterator[StallWatch]:
+        """Lasts for as long as the client reads what is written under the watch.
+
+        Raises:
+            RequestError: it took nothing for too long.
+        """
         limit = self._write_stall_timeout
         try:
-            async with asyncio.timeout(limit):
-                await context.write(response.SerializeToString())
+            async with asyncio.timeout(None) as patience:
+                with closing(StallWatch(limit, lambda: patience.reschedule(0))) as watch:
+                    yield watch
         except TimeoutError:
+            if not patience.expired():
+                raise
             message = f"the client took nothing for {limit:g} s; resume with prior_outputs"
             raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="CLIENT_STALLED") from None
 

@@ -20,6 +20,7 @@ from router.inference import Caller, OpenCalls, checked_trace_context
 from router.openai import errors
 from router.openai.chat_page import is_of_page
 from router.openai.errors import HTTPError
+from router.stall import StallWatch
 from router.validation import MAX_REQUEST_ID_LENGTH
 
 # For load balancers, which have no key.
@@ -38,12 +39,14 @@ class Call:
     Attributes:
         request_id: The client's X-Request-Id, or one made up.
         deadline: When it has to be answered, in seconds of the monotonic clock.
+        send: Writes to the client, past what frameworks put around an ASGI application's own `send`.
         code: The gRPC code that metrics count it by.
         tenant: Whose key it carries.
     """
 
     request_id: str
     deadline: float
+    send: Send
     code: str = "OK"
     tenant: Tenant = Tenant()
 
@@ -100,22 +103,28 @@ class Calls:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = time.monotonic()
-        call = Call(_request_id(scope), start + self._request_timeout)
-        scope["state"]["call"] = call
-        headers = [(b"x-request-id", call.request_id.encode())]
+        request_id = _request_id(scope)
+        headers = [(b"x-request-id", request_id.encode())]
         if self.leaving:
             headers.append((b"connection", b"close"))
-        writer = _Writer(
-            send, call, headers, self._write_stall_timeout, lambda: self._cut_off(scope["client"])
-        )
+
+        def cut_off() -> None:
+            call.code = "RESOURCE_EXHAUSTED"
+            metrics.ERRORS.labels("CLIENT_STALLED").inc()
+            self._cut_off(scope["client"])
+
+        writer = _Writer(send, headers, self._write_stall_timeout, cut_off)
+        call = scope["state"]["call"] = Call(request_id, start + self._request_timeout, writer.send)
         self._open_calls.open()
         try:
             if scope["path"] != HEALTH_PATH and not is_of_page(scope["path"]):
                 call.tenant = self._auth.authenticate(Headers(scope=scope).get("authorization"))
             await self._answer(scope, receive, writer, call)
         except RequestError as error:
+            call.fail(error)
             await writer.end(error, scope, receive)
         finally:
+            writer.close()
             self._open_calls.close()
             # Of a set that is bounded, whatever paths clients try.
             method = getattr(scope.get("route"), "path", "other")
@@ -155,16 +164,13 @@ class _Writer:
     def __init__(
         self,
         send: Send,
-        call: Call,
         headers: Sequence[tuple[bytes, bytes]],
         stall_timeout: float,
-        cut_off: Callable[[], None],
+        on_stall: Callable[[], None],
     ) -> None:
         self._send = send
-        self._call = call
         self._headers = headers
-        self._stall_timeout = stall_timeout
-        self._cut_off = cut_off
+        self._watch = StallWatch(stall_timeout, on_stall)
         self._started = False
 
     async def send(self, message: Message) -> None:
@@ -172,21 +178,19 @@ class _Writer:
         if message["type"] == "http.response.start":
             self._started = True
             message["headers"] = [*message["headers"], *self._headers]
-        try:
-            async with asyncio.timeout(self._stall_timeout):
-                await self._send(message)
-        except TimeoutError:
-            self._call.code = "RESOURCE_EXHAUSTED"
-            metrics.ERRORS.labels("CLIENT_STALLED").inc()
-            self._cut_off()
+        with self._watch:
+            await self._send(message)
 
     async def end(self, error: RequestError, scope: Scope, receive: Receive) -> None:
         """Says why there is no more: as the whole response, or in the stream that has begun."""
-        self._call.fail(error)
         if self._started:
             await self.send({"type": "http.response.body", "body": errors.event(error), "more_body": False})
         else:
             await errors.response(error)(scope, receive, self.send)
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        self._watch.close()
 
 
 async def _read(scope: Scope, receive: Receive) -> bytes | None:

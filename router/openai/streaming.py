@@ -18,6 +18,9 @@ from router.openai.calls import Call
 # Proxies take a connection on which nothing moves for dead.
 KEEP_ALIVE_S: Final = 15.0
 
+# `json.dumps` would make an encoder for each chunk.
+_to_json: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 Chunk = dict[str, Any]
 # The first is None, once the request is accepted.
 Chunks = AsyncGenerator[Chunk | None]
@@ -38,11 +41,11 @@ class EventStream(Response):
         """Of ASGI."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         last = b"data: [DONE]\n\n"
-        keeping_alive = asyncio.create_task(self._keep_alive(send))
+        keeping_alive = asyncio.create_task(self._keep_alive())
         try:
             async with aclosing(self._chunks):
                 async for chunk in self._chunks:
-                    await _write(send, b"data: " + _encoded(chunk) + b"\n\n")
+                    await self._write(b"data: " + _to_json(chunk).encode() + b"\n\n")
         except Exception as failure:
             error = failure if isinstance(failure, RequestError) else internal(scope["path"])
             self._call.fail(error)
@@ -51,11 +54,14 @@ class EventStream(Response):
             keeping_alive.cancel()
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _keep_alive(self, send: Send) -> None:
+    async def _keep_alive(self) -> None:
         # Whether or not chunks come as well: it costs nothing, and needs no clock.
         while True:
             await asyncio.sleep(KEEP_ALIVE_S)
-            await _write(send, b": keep-alive\n\n")
+            await self._write(b": keep-alive\n\n")
+
+    async def _write(self, data: bytes) -> None:
+        await self._call.send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 async def event_stream(chunks: Chunks, call: Call) -> EventStream:
@@ -95,11 +101,3 @@ def _next(stream: Any) -> "asyncio.Task[pb.OutputDelta | None]":
         return await anext(stream, None)
 
     return asyncio.create_task(following())
-
-
-def _encoded(chunk: Chunk | None) -> bytes:
-    return json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-async def _write(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": True})
