@@ -57,11 +57,14 @@ def comparison(
 ) -> dict[str, Any]:
     """One line. Figures are medians of the runs; a ratio above 1 says that ours is better.
 
+    Where both ran as often, it is the median of the rounds' ratios: a machine's speed changes between rounds.
     `limit` is in the same unit, and `limit_fraction` 1 where ours reaches it.
     """
     mine = median(ours)
     theirs = median(peer) if peer else None
-    better, worse = (theirs, mine) if lower_is_better else (mine, theirs)
+    rounds = zip(ours, peer, strict=True) if len(ours) == len(peer) else [(mine, theirs)]
+    ratios = [_ratio(theirs, mine) if lower_is_better else _ratio(mine, theirs) for mine, theirs in rounds]
+    known = [ratio for ratio in ratios if ratio is not None]
     nearer, farther = (limit, mine) if lower_is_better else (mine, limit)
     return {
         "name": name,
@@ -69,7 +72,7 @@ def comparison(
         "ours": _round(mine),
         "peer": _round(theirs),
         "against": against,
-        "ratio": _ratio(better, worse),
+        "ratio": round(median(known), 3) if known else None,
         "limit_fraction": _ratio(nearer, farther),
         "ours_runs": [_round(value) for value in ours],
         "peer_runs": [_round(value) for value in peer],

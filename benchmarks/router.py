@@ -7,6 +7,7 @@ Time to first token is that of short requests, one at a time, while 63 others st
 """
 
 import asyncio
+import random
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -29,9 +30,8 @@ from launcher.socket_folder import socket_folder
 
 DIRECT: Final = "scheduler"
 _POLL_S: Final = 0.5
-# The longest pause before a probe, a few steps; multiples of the ratio, modulo 1, are spread evenly.
+# The longest pause before a probe: a few steps.
 _PAUSE_S: Final = 0.2
-_GOLDEN_RATIO: Final = (1 + 5**0.5) / 2
 PROBE: Final = WorkRequest(tuple(range(300, 332)), 2)
 
 
@@ -89,9 +89,9 @@ async def first_tokens(client: Client, background: Work, probes: int) -> list[fl
         # The background's prompts are done once one of them after the other gave a token.
         async for _ in client.stream(PROBE):
             pass
-        for probe in range(probes):
+        for _ in range(probes):
             # An answer ends with a step; the next request is to come at any time of one.
-            await asyncio.sleep(_PAUSE_S * (probe * _GOLDEN_RATIO % 1))
+            await asyncio.sleep(random.uniform(0, _PAUSE_S))  # noqa: S311
             began, first = time.perf_counter(), 0.0
             async for _ in client.stream(PROBE):
                 first = first or time.perf_counter() - began
