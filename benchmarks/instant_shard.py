@@ -21,7 +21,8 @@ VOCAB_SIZE = 32_000
 class InstantStream:
     """Answers each command once `may_answer` lets it; counts the seconds that its own work takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
+        self._vocab_size = vocab_size
         self.answered = 0
         self.busy_s = 0.0
         self.sampled = 0
@@ -59,7 +60,7 @@ class InstantStream:
             self._uncomputed[scheduled.slot] -= scheduled.num_tokens
             if not self._uncomputed[scheduled.slot]:
                 self._uncomputed[scheduled.slot] = 1
-                token_id = (command.step * 7919 + scheduled.slot) % VOCAB_SIZE
+                token_id = (command.step * 7919 + scheduled.slot) % self._vocab_size
                 response.sampled.append(Sampled(slot=scheduled.slot, token_id=token_id))
         self.sampled = len(response.sampled)
         if not self.sampled:
@@ -71,9 +72,10 @@ class InstantStream:
 class InstantShard:
     """Holds `num_blocks` blocks of `block_size` tokens and one stream."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int = VOCAB_SIZE) -> None:
         self._capacity = num_blocks * block_size
-        self.stream = InstantStream()
+        self._vocab_size = vocab_size
+        self.stream = InstantStream(vocab_size)
 
     async def describe(self) -> DescribeResponse:
         """One byte per token, so that bytes are tokens."""
@@ -81,7 +83,7 @@ class InstantShard:
             protocol_version=PROTOCOL_VERSION,
             model_revision="none",
             device="cuda",
-            vocab_size=VOCAB_SIZE,
+            vocab_size=self._vocab_size,
             max_model_len=8192,
             kv_bytes_per_token=1,
             kv_capacity_bytes=self._capacity,

@@ -2,15 +2,18 @@
 
 One router, one scheduler and one shard serve everybody in turn. `scheduler` is a client that speaks the
 router's own protocol: token ids in, token ids out. All clients share the machine with the servers, so they
-read no more than they must. Throughput is that of the 64 requests of `benchmarks.throughput`, all streamed.
-Time to first token is that of short requests, one at a time, while 63 others stream.
+read no more than they must. All is measured twice: with the model on these cores, and with a shard that
+leaves them alone, as one on a GPU does. Throughput is that of the 64 requests of `benchmarks.throughput`, all
+streamed. Time to first token is that of short requests, one at a time, while 63 others stream.
 """
 
 import asyncio
 import random
+import sys
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -36,13 +39,24 @@ PROBE: Final = WorkRequest(tuple(range(300, 332)), 2)
 
 
 class Stack:
-    """The three processes. Runs until closed."""
+    """The three processes. Runs until closed.
 
-    def __init__(self, model: Path, sockets: Path, dtype: str, device: str) -> None:
-        config = ServeConfig(dtype=dtype, device=device)
+    With `resting_shard`, flags of `benchmarks.resting_shard`, that is the shard.
+    """
+
+    def __init__(self, model: Path, sockets: Path, config: ServeConfig, resting_shard: Sequence[str]) -> None:
         options = ("listen-address", "http-address", *metrics_addresses(config))
         addresses = claim_addresses(dict.fromkeys(options, "127.0.0.1:0"))
         specs = child_specs(config, addresses, model, model, "model", sockets, None)
+        if resting_shard:
+            shard = (
+                "--listen-address",
+                f"unix:{sockets}/shard-0",
+                "--metrics-address",
+                specs[-1].metrics_address,
+            )
+            command = (sys.executable, "-m", "benchmarks.resting_shard", *shard, *resting_shard)
+            specs[-1] = replace(specs[-1], argv=command)
         self._children = [ChildProcess(f"router-{one.name}", one.argv, one.environ) for one in specs]
         self._metrics = {one.name: one.metrics_address for one in specs}
         self.connects: dict[str, Connect] = {
@@ -122,12 +136,13 @@ def parse() -> Parser:
         "of each stream beside the probes, more than it writes meanwhile",
         type=positive_int,
     )
+    parser.add_size("--step-ms", 25, 5, "of a step where the model is elsewhere", type=positive_int)
     parser.add_size("--probes", 40, 2, "requests whose first token is timed", type=positive_int)
     return parser
 
 
-async def measure(options: Namespace, results: Results, stack: Stack, vocab_size: int) -> None:
-    """Each client in turn, round by round."""
+async def measure(options: Namespace, results: Results, stack: Stack, vocab_size: int, where: str) -> None:
+    """Each client in turn, round by round. `where` the model is belongs to the names of what is measured."""
     await stack.wait_ready()
     count = options.streams
     work = offline(vocab_size, count)
@@ -142,11 +157,10 @@ async def measure(options: Namespace, results: Results, stack: Stack, vocab_size
                 firsts[name].append(median(await first_tokens(client, background, options.probes)))
     for name in stack.connects:
         if name != DIRECT:
-            results.line(
-                comparison(f"{count} streams, {name}", "output tok/s", rates[name], rates[DIRECT], DIRECT)
-            )
+            title = f"{count} streams, {name}{where}"
+            results.line(comparison(title, "output tok/s", rates[name], rates[DIRECT], DIRECT))
             line = comparison(
-                f"time to first token beside {count - 1} streams, {name}",
+                f"time to first token beside {count - 1} streams, {name}{where}",
                 "s",
                 firsts[name],
                 firsts[DIRECT],
@@ -160,12 +174,16 @@ async def measure(options: Namespace, results: Results, stack: Stack, vocab_size
 def body(options: Namespace, results: Results) -> None:
     """Starts everything, measures, ends everything."""
     model = models.find(options)
-    with socket_folder() as sockets:
-        stack = Stack(model.folder, sockets, options.dtype, options.device)
-        try:
-            asyncio.run(stack.unless_ended(measure(options, results, stack, model.vocab_size)))
-        finally:
-            stack.close()
+    config = ServeConfig(dtype=options.dtype, device=options.device)
+    resting_shard = ("--step-ms", str(options.step_ms), "--vocab-size", str(model.vocab_size))
+    for where, flags in (("", ()), (", model elsewhere", resting_shard)):
+        with socket_folder() as sockets:
+            stack = Stack(model.folder, sockets, config, flags)
+            try:
+                measuring = measure(options, results, stack, model.vocab_size, where)
+                asyncio.run(stack.unless_ended(measuring))
+            finally:
+                stack.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

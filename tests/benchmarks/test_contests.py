@@ -146,12 +146,13 @@ def test_the_router_is_measured_over_both_of_its_faces(capsys: Capture) -> None:
     router.main([*TINY])
 
     found = lines(capsys)
-    assert [line["name"] for line in found] == [
+    here = [
         "4 streams, gRPC",
         "time to first token beside 3 streams, gRPC",
         "4 streams, HTTP",
         "time to first token beside 3 streams, HTTP",
     ]
+    assert [line["name"] for line in found] == here + [f"{name}, model elsewhere" for name in here]
     assert all(line["ours"] > 0 and line["against"] == "scheduler" for line in found)
 
 
