@@ -1,13 +1,11 @@
-"""The loop: receive, plan, send, take the last result. Up to two steps are in flight."""
+"""The loop: receive, plan, send, take the last result; and the requests that it serves."""
 
 import asyncio
 import contextlib
 import logging
-import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc
@@ -23,10 +21,10 @@ from pagoda.v1.inference_pb2 import FinishReason
 from scheduler import metrics
 from scheduler.admission import RefusedError, make_request, seconds, submit_key
 from scheduler.config import SchedulerConfig
+from scheduler.epoch import Epoch
 from scheduler.invariants import check
 from scheduler.limits import FatalError, Limits, resolve
 from scheduler.outbox import Outbox
-from scheduler.pace import Pace
 from scheduler.preparations import Preparations
 from scheduler.request import Request, Sequence, State
 from scheduler.request_trace import RequestTrace
@@ -36,7 +34,6 @@ from scheduler.shard_client import (
     ConstraintRefusedError,
     ShardClient,
     ShardError,
-    StepStream,
 )
 from scheduler.step_plan import StepPlan
 
@@ -47,24 +44,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-STEPS_IN_FLIGHT: Final = 2
 TICK_S: Final = 1.0
 RETRY_DELAY_S: Final = 0.1
-
-
-@dataclass
-class _Epoch:
-    """One step stream and what is in flight on it."""
-
-    number: int
-    stream: StepStream
-    step: int = 0
-    in_flight: deque[tuple[StepPlan, float]] = field(default_factory=deque)
-    results: deque[ExecuteResponse] = field(default_factory=deque)
-    # When the oldest step in flight had the shard to itself.
-    oldest_since: float = 0.0
-    pace: Pace = field(default_factory=Pace)
-    failure: BaseException | None = None
 
 
 class Engine:
@@ -232,9 +213,9 @@ class Engine:
             finally:
                 self._probes.ready = False
                 metrics.SHARD_UP.set(0)
-                await epoch.stream.close()
+                await epoch.close()
 
-    async def _start_epoch(self) -> _Epoch:
+    async def _start_epoch(self) -> Epoch:
         delay, reason = RETRY_DELAY_S, ""
         while True:
             self._probes.tick()
@@ -265,7 +246,7 @@ class Engine:
                 continue
             self._adopt(description, limits)
             log.info("epoch %d: %d blocks of %d tokens", number, limits.num_blocks, limits.block_size)
-            return _Epoch(number, self._shard.execute())
+            return Epoch(number, self._shard.execute(), self._wake)
 
     async def _ticking(self, slow: Coroutine[Any, Any, T]) -> T:
         """Awaits what may take minutes, such as a shard's warm-up, which is no stall of this process."""
@@ -292,51 +273,30 @@ class Engine:
         self._probes.started = True
         self._probes.ready = not self._draining
 
-    async def _serve(self, epoch: _Epoch) -> None:
-        receiver = asyncio.create_task(self._receive(epoch))
+    async def _serve(self, epoch: Epoch) -> None:
+        receiver = asyncio.create_task(epoch.receive())
         try:
             while True:
                 self._probes.tick()
                 self._wake.clear()
-                if epoch.failure:
-                    raise epoch.failure
-                while epoch.results:
-                    self._process(epoch, epoch.results.popleft())
-                while not (hold_s := self._hold_s(epoch)) and await self._send_step(epoch):
-                    pass
+                while taken := epoch.take():
+                    self._process(*taken)
+                while not (hold_s := epoch.hold_s()) and (plan := self._plan()):
+                    await epoch.send(plan)
                 await self._wait(epoch, min(hold_s or TICK_S, TICK_S))
         finally:
             receiver.cancel()
             with contextlib.suppress(asyncio.CancelledError, ShardError):
                 await receiver
 
-    async def _receive(self, epoch: _Epoch) -> None:
-        try:
-            async for response in epoch.stream.results():
-                epoch.results.append(response)
-                self._wake.set()
-        except ShardError as error:
-            epoch.failure = error
-            self._wake.set()
-
-    def _hold_s(self, epoch: _Epoch) -> float:
-        """Seconds until a step may be sent; infinite while no more may be in flight."""
-        if not epoch.in_flight:
-            return 0.0
-        if len(epoch.in_flight) == STEPS_IN_FLIGHT:
-            return math.inf
-        return epoch.pace.hold_s(time.monotonic() - epoch.oldest_since)
-
-    async def _wait(self, epoch: _Epoch, limit_s: float) -> None:
+    async def _wait(self, epoch: Epoch, limit_s: float) -> None:
         """Until there is something to do, for at most `limit_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._wake.wait()
         if not self._requests and not epoch.in_flight:
             self._check_when_idle()
-        waited = time.monotonic() - epoch.oldest_since
-        if epoch.in_flight and not epoch.results and waited > self.config.step_timeout:
-            raise ShardError(f"a step took longer than {self.config.step_timeout:g} s")
+        epoch.check_time(self.config.step_timeout)
 
     def _check_when_idle(self) -> None:
         """Once per idle time. A miscount would be a fault of ours: start anew rather than serve from it."""
@@ -349,35 +309,16 @@ class Engine:
         except AssertionError as error:
             raise ShardError(f"the scheduler's books don't balance: {error}") from error
 
-    async def _send_step(self, epoch: _Epoch) -> bool:
+    def _plan(self) -> StepPlan | None:
         assert self.scheduler  # noqa: S101
         started = time.perf_counter()
         plan = self.scheduler.plan()
-        if not plan:
-            return False
-        metrics.observe_plan(plan, time.perf_counter() - started)
-        plan.command.epoch, plan.command.step = epoch.number, epoch.step
-        epoch.step += 1
-        now = time.monotonic()
-        if not epoch.in_flight:
-            epoch.oldest_since = now
-        epoch.in_flight.append((plan, now))
-        await epoch.stream.send(plan.command)
-        return True
+        if plan:
+            metrics.observe_plan(plan, time.perf_counter() - started)
+        return plan
 
-    def _process(self, epoch: _Epoch, response: ExecuteResponse) -> None:
+    def _process(self, plan: StepPlan, response: ExecuteResponse) -> None:
         assert self.scheduler  # noqa: S101
-        if not epoch.in_flight:
-            raise ShardError(f"a result of step {response.step} that is not in flight")
-        plan, sent = epoch.in_flight[0]
-        expected = (plan.command.epoch, plan.command.step, len(plan.sampling))
-        if (response.epoch, response.step, len(response.sampled)) != expected:
-            raise ShardError(f"a result of (epoch, step, tokens) other than the expected {expected}")
-        epoch.in_flight.popleft()
-        now = time.monotonic()
-        metrics.observe_result(response, now - sent, now - epoch.oldest_since)
-        epoch.pace.observe(now - epoch.oldest_since)
-        epoch.oldest_since = now
         outputs = self.scheduler.process(plan, response)
         for output in outputs:
             self._deliver(output)
@@ -421,14 +362,14 @@ class Engine:
             metrics.FINISHED.labels(name).inc()
             self._forget_if_finished(request)
 
-    def _recover(self, epoch: _Epoch) -> None:
+    def _recover(self, epoch: Epoch) -> None:
         assert self.scheduler  # noqa: S101
         metrics.SHARD_LOSSES.inc()
         self.scheduler.reset()
         for request in self._requests.values():
             if request.trace:
                 request.trace.event("shard_lost")
-        for request in self.scheduler.suspects.blame([plan for plan, _ in epoch.in_flight]):
+        for request in self.scheduler.suspects.blame(epoch.in_flight):
             message = f"the step of this request failed {request.failed_steps} times, the last time alone"
             self._fail(request, RefusedError(grpc.StatusCode.INTERNAL, message))
         for request in self._requests.values():
