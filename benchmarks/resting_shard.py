@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, required=True)
     options = parser.parse_args()
     exit_with_parent()
-    calm_garbage_collector()
+    calm_garbage_collector(100_000, 50, 100)
     asyncio.run(serve(options))
 
 

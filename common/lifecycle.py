@@ -23,13 +23,14 @@ def exit_with_parent() -> None:
     threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
 
 
-def calm_garbage_collector() -> None:
-    """For a process that makes many small objects per step and hardly a cycle: collect seldom.
+def calm_garbage_collector(young: int, middle: int = 10, old: int = 10) -> None:
+    """For a process that makes many small objects per step: collect seldom, and never what is there now.
 
-    By default, Python's collector would look through everything alive several times a second.
+    By default, Python's collector would look through everything alive several times a second. The thresholds
+    are those of `gc.set_threshold`; what is in cycles stays for as long, with all that it holds.
     """
     gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(young, middle, old)
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -225,6 +225,21 @@ def add_reflection(server: grpc.Server | grpc.aio.Server, services: Sequence[str
     reflection.enable_server_reflection(names, server)
 
 
+async def abort(
+    context: Any, code: grpc.StatusCode, details: str, trailing_metadata: tuple[tuple[str, bytes], ...] = ()
+) -> None:
+    """Ends a call of grpc.aio with a status; the handler is to return then.
+
+    The call keeps what `context.abort` raises, whose traceback leads to the handler, the call and all that
+    came with it: a cycle that would last until garbage is collected. Not to be called while an exception is
+    handled, which that one would hold as well.
+    """
+    try:
+        await context.abort(code, details, trailing_metadata)
+    except grpc.aio.AbortError as error:
+        error.__traceback__ = None
+
+
 def failure_code(number: int) -> grpc.StatusCode:
     """The status with that number; UNKNOWN where no failure has it."""
     return _FAILURES.get(number, grpc.StatusCode.UNKNOWN)

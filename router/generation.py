@@ -121,6 +121,8 @@ class Generation:
 
     def close(self) -> None:
         """Frees what the scheduler still holds for it. To be called however the request ends."""
+        # An error that was raised leads back here, and to all that the client sent.
+        self._error = self._refusal = None
         if self._connection is not None:
             self._connection.abort(self._key)
             self._connection = None
@@ -260,18 +262,23 @@ class Generation:
             await self._wait_for_replica()
 
     async def _wait_for_replica(self) -> None:
-        of_model = f" that serves model revision {self.model_revision!r}" if self._replicas.available else ""
-        refusal = self._refusal or unavailable("no scheduler is connected" + of_model)
         if self._replicas.closed:
             message = "this router is shutting down; resume with prior_outputs (gRPC), or ask anew (HTTP)"
             raise unavailable(message, "SHUTTING_DOWN")
-        if self._lost_at is None or refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            raise refusal
+        overloaded = self._refusal and self._refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        if self._lost_at is None or overloaded:
+            raise self._last_refusal()
         try:
             async with asyncio.timeout(self._lost_at + self._reconnect_timeout - time.monotonic()):
                 await self._replicas.wait_change()
         except TimeoutError:
-            raise refusal from None
+            raise self._last_refusal() from None
+
+    def _last_refusal(self) -> RequestError:
+        if self._refusal:
+            return self._refusal
+        of_model = f" that serves model revision {self.model_revision!r}" if self._replicas.available else ""
+        return unavailable("no scheduler is connected" + of_model)
 
     def _message(self, attempt: int) -> Submit:
         request = self._request

@@ -48,20 +48,18 @@ def checked_trace_context(given: str) -> str:
 
 
 class OpenCalls:
-    """Counts the calls whose clients don't have their answer yet."""
+    """Counts the calls whose clients don't have their answer yet. To be entered by each."""
 
     def __init__(self) -> None:
         self._count = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def open(self) -> None:
-        """One more."""
+    def __enter__(self) -> None:
         self._count += 1
         self._idle.clear()
 
-    def close(self) -> None:
-        """One less."""
+    def __exit__(self, *_: object) -> None:
         self._count -= 1
         if not self._count:
             self._idle.set()

@@ -9,7 +9,7 @@ from typing import Any, Final
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from common.rpc import HEALTH_SERVICE_NAME
+from common import rpc
 from pagoda.v1 import inference_pb2 as pb
 from router import metrics
 from router.auth import Authenticator
@@ -23,6 +23,7 @@ SERVICE_NAME: Final = "pagoda.v1.InferenceService"
 _ABORT_TIMEOUT_S: Final = 1.0
 
 Context = Any  # grpc.aio.ServicerContext; its stubs lack what is used here
+Status = Any  # grpc.Status, as grpc_status makes it
 Handler = Callable[[Any, Caller, Context], Awaitable[Message | None]]
 
 
@@ -52,31 +53,29 @@ class InferenceService:
         """`handler` with authentication, parsing, error mapping and metrics around it."""
 
         async def call(data: bytes, context: Context) -> bytes | None:
-            self._inference.calls.open()
-            context.add_done_callback(lambda _: self._inference.calls.close())
-            start = time.monotonic()
-            code = "OK"
-            error: RequestError
-            try:
-                caller = self._caller(name, context)
-                response = await handler(_parse(request_type, data), caller, context)
-                return None if response is None else response.SerializeToString()
-            except RequestError as failure:
-                error = failure
-                code = error.code.name
-                metrics.ERRORS.labels(error.reason).inc()
-            except asyncio.CancelledError:
-                remaining = context.time_remaining()
-                code = "CANCELLED" if remaining is None or remaining > 0 else "DEADLINE_EXCEEDED"
-                raise
-            except Exception:
-                error = internal(name)
-                code = error.code.name
-                metrics.ERRORS.labels(error.reason).inc()
-            finally:
-                metrics.count_call(name, code, time.monotonic() - start)
-            await _abort(context, error)
-            return None
+            # Not counted out by `context.add_done_callback`, which would make a cycle of the call.
+            with self._inference.calls:
+                start = time.monotonic()
+                code = "OK"
+                try:
+                    caller = self._caller(name, context)
+                    response = await handler(_parse(request_type, data), caller, context)
+                    return None if response is None else response.SerializeToString()
+                except RequestError as error:
+                    status, code = error.status(), error.code.name
+                    metrics.ERRORS.labels(error.reason).inc()
+                except asyncio.CancelledError:
+                    remaining = context.time_remaining()
+                    code = "CANCELLED" if remaining is None or remaining > 0 else "DEADLINE_EXCEEDED"
+                    raise
+                except Exception:
+                    unforeseen = internal(name)
+                    status, code = unforeseen.status(), unforeseen.code.name
+                    metrics.ERRORS.labels(unforeseen.reason).inc()
+                finally:
+                    metrics.count_call(name, code, time.monotonic() - start)
+                await _abort(context, status)
+                return None
 
         return call
 
@@ -170,19 +169,19 @@ class KeyGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         service = handler_call_details.method.removeprefix("/").partition("/")[0]
-        if service not in (SERVICE_NAME, HEALTH_SERVICE_NAME):
+        if service not in (SERVICE_NAME, rpc.HEALTH_SERVICE_NAME):
             try:
                 self._auth.authenticate(dict(handler_call_details.invocation_metadata).get("authorization"))
             except RequestError as error:
-                return _refusing(error)
+                return _refusing(error.status())
         return await continuation(handler_call_details)
 
 
-def _refusing(error: RequestError) -> "grpc.RpcMethodHandler[Any, Any]":
+def _refusing(status: Status) -> "grpc.RpcMethodHandler[Any, Any]":
     """A method that refuses, whatever its client sends."""
 
     async def refuse(requests: Any, context: Context) -> None:
-        await _abort(context, error)
+        await _abort(context, status)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
 
@@ -195,12 +194,9 @@ def _parse(request_type: type[Message], data: bytes) -> Message:
         raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, message, reason="BROKEN_MESSAGE") from error
 
 
-async def _abort(context: Context, error: RequestError) -> None:
-    status = error.status()
+async def _abort(context: Context, status: Status) -> None:
     try:
         async with asyncio.timeout(_ABORT_TIMEOUT_S):
-            await context.abort(status.code, status.details, status.trailing_metadata)
-    except grpc.aio.AbortError:
-        raise
+            await rpc.abort(context, status.code, status.details, status.trailing_metadata)
     except Exception:  # the client is stalled or gone, which the core says in more ways than one
         raise asyncio.CancelledError from None

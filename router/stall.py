@@ -25,8 +25,9 @@ class StallWatch:
         self._began = None
 
     def close(self) -> None:
-        """Watches no more."""
+        """Watches no more, and holds nobody any longer whom it would have told."""
         self._timer.cancel()
+        self._on_stall = _nobody
 
     def _check(self) -> None:
         now = self._loop.time()
@@ -35,3 +36,7 @@ class StallWatch:
             self._on_stall()
         else:
             self._timer = self._loop.call_at(due, self._check)
+
+
+def _nobody() -> None:
+    """Nothing is left to end."""

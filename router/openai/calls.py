@@ -115,20 +115,19 @@ class Calls:
 
         writer = _Writer(send, headers, self._write_stall_timeout, cut_off)
         call = scope["state"]["call"] = Call(request_id, start + self._request_timeout, writer.send)
-        self._open_calls.open()
-        try:
-            if scope["path"] != HEALTH_PATH and not is_of_page(scope["path"]):
-                call.tenant = self._auth.authenticate(Headers(scope=scope).get("authorization"))
-            await self._answer(scope, receive, writer, call)
-        except RequestError as error:
-            call.fail(error)
-            await writer.end(error, scope, receive)
-        finally:
-            writer.close()
-            self._open_calls.close()
-            # Of a set that is bounded, whatever paths clients try.
-            method = getattr(scope.get("route"), "path", "other")
-            metrics.count_call(method, call.code, time.monotonic() - start)
+        with self._open_calls:
+            try:
+                if scope["path"] != HEALTH_PATH and not is_of_page(scope["path"]):
+                    call.tenant = self._auth.authenticate(Headers(scope=scope).get("authorization"))
+                await self._answer(scope, receive, writer, call)
+            except RequestError as error:
+                call.fail(error)
+                await writer.end(error, scope, receive)
+            finally:
+                writer.close()
+                # Of a set that is bounded, whatever paths clients try.
+                method = getattr(scope.get("route"), "path", "other")
+                metrics.count_call(method, call.code, time.monotonic() - start)
 
     async def _answer(self, scope: Scope, receive: Receive, writer: "_Writer", call: Call) -> None:
         """Runs the application until it is done or its client is gone.

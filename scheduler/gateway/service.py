@@ -22,7 +22,7 @@ from smg_grpc_proto.generated.common_pb2 import (
 )
 
 from common.probes import Probes
-from common.rpc import failure_code
+from common.rpc import abort, failure_code
 from pagoda.scheduler.v1.scheduler_pb2 import Abort, RequestKey, RequestRefused
 from scheduler.admission import RefusedError
 from scheduler.engine import Engine
@@ -196,7 +196,9 @@ def _refusing(method: Callable[[Any, Context], Awaitable[Any]], request_type: An
             return await method(_parse(request_type, data), context)
         except RefusedError as refused:
             field = refused.field.rpartition("spec.")[2]
-            await context.abort(refused.code, f"{field}: {refused}" if field else str(refused))
+            code, details = refused.code, f"{field}: {refused}" if field else str(refused)
+        await abort(context, code, details)
+        return None
 
     return call
 

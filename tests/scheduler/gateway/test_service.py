@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import io
+import tracemalloc
 import zipfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -199,6 +201,23 @@ async def test_refusals_name_what_is_wrong(
     assert given is code
     assert words in details
     assert stack.num_requests() == 0
+
+
+async def test_what_a_refused_request_brought_goes_with_it(stack: Stack) -> None:
+    refused, size = ask([1] * 500_000), 500_000
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        codes = [(await status(stack.stub.Generate(refused)))[0] for _ in range(10)]
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+
+    assert codes == [grpc.StatusCode.INVALID_ARGUMENT] * 10
+    # gRPC holds a call or two that ended until the next ones come.
+    assert held < 3 * size
 
 
 async def test_garbage_fails_alone(stack: Stack) -> None:
