@@ -7,7 +7,8 @@ from collections.abc import Callable
 class StallWatch:
     """Calls `on_stall` once a write has taken too long. To be entered around each write, and closed.
 
-    It has one timer for all writes of a stream: one for each would cost a tenth of what a token costs.
+    Writes may overlap: one that ends shows that the client reads, and gives the others their time anew. All
+    of a stream share one timer: one for each would cost a tenth of what a token costs.
     """
 
     def __init__(self, limit: float, on_stall: Callable[[], None]) -> None:
@@ -15,14 +16,20 @@ class StallWatch:
         self._loop = asyncio.get_running_loop()
         self._limit = limit
         self._on_stall = on_stall
-        self._began: float | None = None
+        self._pending = 0
+        # Since when a write is pending and none has ended.
+        self._since = 0.0
         self._timer = self._loop.call_later(limit, self._check)
 
     def __enter__(self) -> None:
-        self._began = self._loop.time()
+        if not self._pending:
+            self._since = self._loop.time()
+        self._pending += 1
 
     def __exit__(self, *_: object) -> None:
-        self._began = None
+        self._pending -= 1
+        if self._pending:
+            self._since = self._loop.time()
 
     def close(self) -> None:
         """Watches no more, and holds nobody any longer whom it would have told."""
@@ -31,7 +38,7 @@ class StallWatch:
 
     def _check(self) -> None:
         now = self._loop.time()
-        due = (now if self._began is None else self._began) + self._limit
+        due = (self._since if self._pending else now) + self._limit
         if due <= now:
             self._on_stall()
         else:
