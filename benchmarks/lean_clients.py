@@ -19,7 +19,7 @@ import grpc
 from benchmarks.command import BenchmarkError
 from benchmarks.pagoda_server import spec
 from benchmarks.workload import WorkRequest
-from common.rpc import CHANNEL_OPTIONS
+from common.rpc import CHANNEL_OPTIONS, split_host_port
 from common.version import PROTOCOL_VERSION
 from pagoda.scheduler.v1 import scheduler_pb2
 from pagoda.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
@@ -156,9 +156,8 @@ class GrpcClient(asyncio.Protocol):
     @contextlib.asynccontextmanager
     async def connect(cls, address: str) -> AsyncIterator[Client]:
         """To the router."""
-        host, _, port = address.rpartition(":")
         loop = asyncio.get_running_loop()
-        transport, client = await loop.create_connection(lambda: cls(address), host, int(port))
+        transport, client = await loop.create_connection(lambda: cls(address), *split_host_port(address))
         try:
             yield client
         finally:
@@ -259,8 +258,7 @@ class HttpClient:
     @contextlib.asynccontextmanager
     async def connect(cls, address: str) -> AsyncIterator[Client]:
         """To the router."""
-        host, _, port = address.rpartition(":")
-        yield cls(host, int(port))
+        yield cls(*split_host_port(address))
 
     async def stream(self, request: WorkRequest) -> AsyncIterator[None]:
         """See `Client`."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import grpc
 
-from benchmarks.instant_shard import InstantShard, InstantStream
+from benchmarks.instant_shard import InstantShard
 from common.lifecycle import calm_garbage_collector, exit_with_parent
 from common.probes import Probes, serve_probes
 from common.rpc import SERVER_OPTIONS
@@ -34,7 +34,6 @@ class RestingShard(ShardServiceServicer):
     def __init__(self, step_s: float, vocab_size: int) -> None:
         """Each step takes `step_s` seconds, whatever is in it."""
         self._step_s = step_s
-        self._vocab_size = vocab_size
         self._shard = InstantShard(_NUM_BLOCKS, _BLOCK_SIZE, vocab_size)
 
     async def Describe(self, request: DescribeRequest, context: Any) -> DescribeResponse:  # noqa: N802
@@ -56,7 +55,7 @@ class RestingShard(ShardServiceServicer):
         self, requests: AsyncIterator[ExecuteRequest], context: Any
     ) -> AsyncIterator[ExecuteResponse]:
         """One command after the other."""
-        stream = InstantStream(self._vocab_size)
+        stream = self._shard.execute()
 
         async def read() -> None:
             async for request in requests:
@@ -96,7 +95,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, required=True)
     options = parser.parse_args()
     exit_with_parent()
-    calm_garbage_collector(100_000, 50, 100)
+    calm_garbage_collector()
     asyncio.run(serve(options))
 
 

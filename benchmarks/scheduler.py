@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--running", type=positive_int, nargs="+", default=[64, 256, 1024], help="sequences")
     parser.add_argument("--steps", type=positive_int, default=300, help="decode steps measured, each time")
     options = parser.parse_args(arguments)
-    calm_garbage_collector(100_000, 50, 100)
+    calm_garbage_collector()
     with failing_in_one_line(parser.prog):
         for running in options.running:
             line = {"running": running, **asyncio.run(measure(running, options.steps))}

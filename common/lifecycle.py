@@ -23,11 +23,11 @@ def exit_with_parent() -> None:
     threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
 
 
-def calm_garbage_collector(young: int, middle: int = 10, old: int = 10) -> None:
+def calm_garbage_collector(young: int = 100_000, middle: int = 50, old: int = 100) -> None:
     """For a process that makes many small objects per step: collect seldom, and never what is there now.
 
-    By default, Python's collector would look through everything alive several times a second. The thresholds
-    are those of `gc.set_threshold`; what is in cycles stays for as long, with all that it holds.
+    Left alone, Python's collector would look through everything alive several times a second. The thresholds
+    are those of `gc.set_threshold`, for a process that hardly makes a cycle: what is in one stays till then.
     """
     gc.freeze()
     gc.set_threshold(young, middle, old)

@@ -67,7 +67,7 @@ class Generation:
         self._finished = [prior.finished for prior in priors] or [False] * request.n
         self._last_arrival = [0.0] * request.n
         self._pending: dict[int, SequenceOutput] = {}
-        # Nobody but `_advance` waits, so an asyncio.Event, which costs several times as much, isn't needed.
+        # An asyncio.Event would cost more for each token; nobody but `_advance` waits.
         self._waiting: asyncio.Future[None] | None = None
         self._has_news = False
         self._error: RequestError | None = None

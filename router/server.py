@@ -191,8 +191,8 @@ async def run(config: RouterConfig) -> None:
         port = serve_block_map(config.block_map_address, config.scheduler_addresses, router.scheduler_tls)
         router.block_map_address = f"{config.block_map_address.rpartition(':')[0]}:{port}"
         _log.info("block map on http://%s/", router.block_map_address)
-    # A call that ended is in cycles, of gRPC's or of uvicorn's making, and holds up to 20 kB.
-    calm_garbage_collector(10_000)
+    # Calls that ended are in cycles, of gRPC's or of uvicorn's making.
+    calm_garbage_collector(10_000, 10, 10)
     await router.start()
     unix = config.listen_address.startswith("unix:")
     address = config.listen_address if unix else f"{config.listen_address.rpartition(':')[0]}:{router.port}"

@@ -16,15 +16,11 @@ STEPS_IN_FLIGHT: Final = 2
 
 
 class Epoch:
-    """From a shard's configuration to its loss.
-
-    Attributes:
-        number: Of the epoch; the shard takes no lower one any more.
-    """
+    """From a shard's configuration to its loss."""
 
     def __init__(self, number: int, stream: StepStream, wake: asyncio.Event) -> None:
-        """`wake` is set whenever there is something to take."""
-        self.number = number
+        """`number` is the epoch's; `wake` is set whenever there is something to take."""
+        self._number = number
         self._stream = stream
         self._wake = wake
         self._next_step = 0
@@ -61,7 +57,7 @@ class Epoch:
 
     async def send(self, plan: StepPlan) -> None:
         """Numbers the plan's command and sends it."""
-        plan.command.epoch, plan.command.step = self.number, self._next_step
+        plan.command.epoch, plan.command.step = self._number, self._next_step
         self._next_step += 1
         now = time.monotonic()
         if not self._in_flight:

@@ -158,8 +158,7 @@ def main() -> None:
     if config.exit_with_parent:
         exit_with_parent()
     try:
-        # Hardly anything here is in a cycle.
-        calm_garbage_collector(100_000, 50, 100)
+        calm_garbage_collector()
         asyncio.run(serve(config))
     except (AddressError, ConfigError, FatalError, ModelFilesError, TracingError) as error:
         print(f"python -m scheduler: {error}", file=sys.stderr)

@@ -2,8 +2,6 @@
 
 import asyncio
 import gc
-import tracemalloc
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -11,6 +9,7 @@ import pytest
 
 from pagoda.v1 import inference_pb2 as pb
 from router.generation import Generation
+from tests.memory import uncollected
 from tests.router.conftest import Client
 from tests.router.fake_scheduler import STOP
 
@@ -18,14 +17,6 @@ TEXT_BYTES = 4_000_000
 CALLS = 10
 # gRPC holds a call or two that ended until the next ones come.
 STILL_HELD = 3
-
-
-@pytest.fixture(autouse=True)
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 async def status(client: Client, method: str, text: str) -> grpc.StatusCode:
@@ -42,15 +33,12 @@ async def status(client: Client, method: str, text: str) -> grpc.StatusCode:
 async def test_a_request_that_is_too_large_is_not_kept(client: Client, method: str) -> None:
     text = "a" * TEXT_BYTES
     await status(client, method, text)
-    tracemalloc.start()
-    try:
+    with uncollected() as held:
         codes = [await status(client, method, text) for _ in range(CALLS)]
-        held, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+        held_bytes = held()
 
     assert codes == [grpc.StatusCode.INVALID_ARGUMENT] * CALLS
-    assert held < STILL_HELD * TEXT_BYTES
+    assert held_bytes < STILL_HELD * TEXT_BYTES
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
@@ -58,32 +46,38 @@ async def test_a_request_that_is_too_large_is_not_kept(client: Client, method: s
 async def test_a_request_that_a_scheduler_refuses_is_not_kept(
     client: Client, method: str, code: grpc.StatusCode
 ) -> None:
-    for _ in range(CALLS):
-        call = asyncio.create_task(status(client, method, "fox"))
-        await client.scheduler.refuse(code, "no room")
-        assert await call is code
+    with uncollected():
+        for _ in range(CALLS):
+            call = asyncio.create_task(status(client, method, "fox"))
+            await client.scheduler.refuse(code, "no room")
+            assert await call is code
+        kept = generations()
 
-    assert generations() < STILL_HELD
+    assert kept < STILL_HELD
 
 
 async def test_a_request_that_is_done_is_not_kept(client: Client) -> None:
-    for _ in range(CALLS):
-        call = asyncio.create_task(status(client, "Generate", "fox"))
-        client.scheduler.send(await client.scheduler.accept(), [40, 1], STOP)
-        assert await call is grpc.StatusCode.OK
+    with uncollected():
+        for _ in range(CALLS):
+            call = asyncio.create_task(status(client, "Generate", "fox"))
+            client.scheduler.send(await client.scheduler.accept(), [40, 1], STOP)
+            assert await call is grpc.StatusCode.OK
+        kept = generations()
 
-    assert generations() < STILL_HELD
+    assert kept < STILL_HELD
 
 
 async def test_a_request_whose_client_left_is_not_kept(client: Client) -> None:
-    for _ in range(CALLS):
-        call: Any = client.stub.GenerateStream(pb.GenerateStreamRequest(spec=pb.GenerateSpec(text="fox")))
-        await client.scheduler.accept()
-        await call.read()
-        call.cancel()
-        await client.scheduler.aborts.get()
+    with uncollected():
+        for _ in range(CALLS):
+            call: Any = client.stub.GenerateStream(pb.GenerateStreamRequest(spec=pb.GenerateSpec(text="fox")))
+            await client.scheduler.accept()
+            await call.read()
+            call.cancel()
+            await client.scheduler.aborts.get()
+        kept = generations()
 
-    assert generations() < STILL_HELD
+    assert kept < STILL_HELD
 
 
 def generations() -> int:

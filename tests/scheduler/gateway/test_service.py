@@ -2,10 +2,8 @@
 
 import asyncio
 import contextlib
-import gc
 import hashlib
 import io
-import tracemalloc
 import zipfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,6 +21,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.engine import Engine
 from scheduler.gateway.model import ServedModel
 from scheduler.gateway.service import SERVICE, GatewayService
+from tests.memory import uncollected
 from tests.router.models import write_model
 from tests.scheduler.fake_client import FakeShardClient
 from tests.scheduler.fake_shard import expected_output
@@ -205,19 +204,13 @@ async def test_refusals_name_what_is_wrong(
 
 async def test_what_a_refused_request_brought_goes_with_it(stack: Stack) -> None:
     refused, size = ask([1] * 500_000), 500_000
-    gc.collect()
-    gc.disable()
-    tracemalloc.start()
-    try:
+    with uncollected() as held:
         codes = [(await status(stack.stub.Generate(refused)))[0] for _ in range(10)]
-        held, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-        gc.enable()
+        held_bytes = held()
 
     assert codes == [grpc.StatusCode.INVALID_ARGUMENT] * 10
     # gRPC holds a call or two that ended until the next ones come.
-    assert held < 3 * size
+    assert held_bytes < 3 * size
 
 
 async def test_garbage_fails_alone(stack: Stack) -> None:
